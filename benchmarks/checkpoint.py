@@ -61,8 +61,9 @@ def main() -> int:
     series = Series(WAYS, base="torch-save")
     sizes = args.millions.split(",")
     series.measure(args, partial(measure, args), sizes)
-    parts = ["Each parameter has 12 bytes of state. Only ours has a hash of each byte, and has"]
-    parts[0] += " verified it at restart."
+    parts = [
+        "12 bytes of state a parameter. Only ours has a hash of each byte, checked at restart."
+    ]
     for millions in sizes:
         parts += [f"## {millions} M parameters, {12 * int(millions)} MB of state"]
         parts += [series.table(COLUMNS, millions)]

@@ -31,7 +31,7 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.files import fsync
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
+from raytrain_ddp.training.state.shared_checkpoint import ReceivedCheckpoint, Relay
 from raytrain_ddp.training.state.train_state import TrainState
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
@@ -69,10 +69,8 @@ class Ours:
         relay = Relay(world, existing=self._state.existing())
         found = self._store.latest(verify=relay.read_all)
         assert found is not None
-        shared = SharedCheckpoint(
-            found.name, found.manifest, found.storage, lambda *_: False, world, relay
-        )
-        self._state.load(shared)
+        place = found.storage
+        self._state.load(ReceivedCheckpoint(found.name, found.manifest, place, relay.kept, {}))
 
 
 class TorchSave:

@@ -53,7 +53,7 @@ from series import (
 WORKERS = 2
 STEPS_AFTER = 10  # the kill
 LIMIT_S = 180.0
-CONTINUES_S = 90.0  # and comes to its end: longer after the kill is a failure
+CONTINUES_S = 90.0  # and comes to its end: longer is a failure
 TRIES = 3  # of a contender in a round: torchrun's restart does not always succeed
 POLL_S = 0.005
 CONTENDERS = {
@@ -158,8 +158,7 @@ def measure(args: argparse.Namespace, contender: str, _: str) -> Mapping[str, fl
             end_session(process.pid)
         found = read(stamps)
         if process.returncode or not any(m.name == "step" and m.at > killed_at for m in found):
-            status = process.returncode
-            raise RuntimeError(f"exit status {status} after the kill\n{tail(log)}")
+            raise RuntimeError(f"{process.returncode} after the kill\n{tail(log)}")
         return reckon(contender, found, killed_at, old, args.steps)
 
 

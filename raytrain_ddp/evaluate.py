@@ -89,9 +89,14 @@ def main(argv: Sequence[str]) -> int:
     if args.follow:
         return _follow(args)
     out = None if args.out is None else _place(args.out)
-    from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint, recorded
+    from raytrain_ddp.checkpoint.run_folder import with_checkpoint
 
-    checkpoint = find_checkpoint(args.run, args.checkpoint)
+    return with_checkpoint(args.run, args.checkpoint, lambda found: _evaluate(args, found, out))
+
+
+def _evaluate(args: EvaluateArgs, checkpoint: Checkpoint, out: Path | None) -> int:
+    from raytrain_ddp.checkpoint.run_folder import config_of, recorded
+
     config = config_of(checkpoint)
     given = _given(args, config)
     implied: dict[str, Any] = {"eval_size": 0} if "image_size" in given else {}

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from event_records import to
 
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.metrics_log import Log
+from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import Snapshot
+from raytrain_ddp.config.train_config import TrainConfig
 
 Record = Any
+BEST = ("loss", "min")
 THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."
 
 
@@ -27,6 +33,10 @@ def snapshot(step: int, **changes: Any) -> Snapshot:
     )
     tensors = {"model": {"w": torch.full((1000,), float(step))}}
     return Snapshot(manifest, tensors, {"state.json": {"step": step}}, **changes)
+
+
+def checkpoints_of(config: TrainConfig, reported: list[Record]) -> Checkpoints:
+    return Checkpoints(config, Log(run_storage(config), {}, to(reported)))
 
 
 def notes(reported: Sequence[Record]) -> list[str]:

@@ -51,21 +51,13 @@ def _work(
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
 
-    from raytrain_ddp.checkpoint.recorder import Best
-    from raytrain_ddp.membership.generations import (
-        NewcomerWaits,
-        Place,
-        through_generations,
-    )
+    from raytrain_ddp.membership.generations import NewcomerWaits, Place
     from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.local_session import LocalSession
-    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.loop import made_ahead, take_part
+    from raytrain_ddp.training.membership import Membership, Requests
     from raytrain_ddp.training.runtime.world import World, broadcast
-    from raytrain_ddp.training.session import Requests
-    from raytrain_ddp.training.state.live_state import LiveState
-    from raytrain_ddp.training.training_run import made_ahead
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
@@ -81,16 +73,43 @@ def _work(
         def is_over(self, member: Member) -> bool:
             return roster.is_over(member)  # type: ignore[no-any-return]
 
-    class Session(LocalSession):
-        """Looks for joining workers at each step; Ray's session does so only occasionally."""
+    made, on_gpus = from_dict(config), "cuda" in backend
+    events: list[Any] = []
+    sizes: list[int] = []
 
-        step = 0  # of this generation
+    def device() -> torch.device:
+        return torch.device(f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu")
 
-        def requests(self) -> Requests:
-            self.step += 1
+    class Replacing(Membership):
+        """Looks for joining workers at each step; Ray's does so only occasionally."""
+
+        step = 0  # before the first of a generation
+
+        def join(self) -> bool:
+            if not place.join():
+                return False
+            self.step, seat = 0, place.seat
+            sizes.append(seat.size)
+            self.world = World(seat.rank, seat.size, rank, device(), 1)
+            return True
+
+        def leave(self) -> None:
+            place.leave()
+
+        def end(self, outcome: Outcome) -> Outcome:
+            place.part()
+            return outcome
+
+        def goes_on(self, error: BaseException) -> bool:
+            if not isinstance(error, Exception):
+                return False
+            return place.has_lost_ranks(error) or cause_of(error) == "peer"
+
+        def requests(self, step: int | None, may_join: bool = False) -> Requests:
+            self.step = step or self.step
             if self.world.size < W:
                 time.sleep(0.2)  # so that a new process starts in the meantime
-            return super().requests()._replace(look=least < W)
+            return super().requests(step)._replace(look=least < W and step is not None)
 
         def look(self) -> None:
             if broadcast(self.world.is_main and roster.has_newcomer(), self.world):
@@ -102,38 +121,22 @@ def _work(
         def confirm(self) -> None:
             place.confirm()
 
-    made, on_gpus = from_dict(config), "cuda" in backend
-    events: list[Any] = []
-    outcomes: list[Outcome] = []
-    sizes: list[int] = []
+    def make(is_begun: bool = False) -> Build:
+        task = TinyTask(made, **options)
+        task.membership = membership  # type: ignore[assignment]
+        return Build(made, membership.world, task, is_begun)
 
-    def device() -> torch.device:
-        return torch.device(f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu")
-
-    def make(is_begun: bool) -> Build:
-        alone = World(0, 1, 0, device(), 1, (rank,))
-        return Build(made, alone, TinyTask(made, **options), is_begun)
-
-    def start(_: Build, live: LiveState | None) -> LocalSession:
-        sizes.append(place.seat.size)
-        world = World(place.seat.rank, place.seat.size, rank, device(), 1)
-        return Session(made, world, Best("loss", "min"), events.append, live)
-
-    def run(build: Build, session: LocalSession) -> None:
-        build.task.session = session  # type: ignore[attr-defined]
-        outcomes.append(train(build, session))
-
-    ahead = made_ahead(make(False)) if least < W and roster.has_formed() else None
+    membership = Replacing(World(0, 1, 0, device(), 1, (rank,)), events.append)
+    ahead = made_ahead(make()) if least < W and roster.has_formed() else None
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)
-    is_loss = lambda error: cause_of(error) == "peer"  # noqa: E731
-    through_generations(place, make, start, run, is_loss, most=3, build=ahead)
+    outcome = take_part(membership, made, make, ahead)
     plans = [e for e in events if type(e).__name__ == "Plan"]
     note = {
         "steps": [plan.start_step for plan in plans],
         "sizes": sizes,
         "replaced": [plan.replaced for plan in plans],
-        "step": outcomes[-1].step if outcomes else None,
+        "step": outcome.step if outcome else None,
         "told": [[type(e).__name__, e.step] for e in events if isinstance(e, Train | Checkpoint)],
     }
     (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))

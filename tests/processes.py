@@ -156,7 +156,7 @@ class Died:
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
-    *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
+    *("raytrain_ddp.training.membership", "raytrain_ddp.training.loop"),
     *("raytrain_ddp.membership.generations", "raytrain_ddp.ray_backend.failure_causes"),
     # What Ray imports, without Ray: its random numbers would be equal in all processes.
     *(

@@ -91,5 +91,5 @@ ROWS = [
     Row("--no-ddp.shard-optimizer", 2, "ddp.shard", light=True),
     Row("--local --address auto", 2, "--address --local", light=True),
     Row("--storage taken/runs", 3, "taken/runs", {"taken": ""}),
-    Row("evaluate rates", 5, "rates trial-1", A_SWEEP),
+    Row("evaluate rates", 2, "rates trial-1", A_SWEEP),
 ]

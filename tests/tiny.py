@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
@@ -33,10 +32,9 @@ from raytrain_ddp.failpoints import arm
 from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.loop import take_part
+from raytrain_ddp.training.membership import Membership, Requests
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Requests
 
 CLASSES = 5
 ROWS = 291  # 4 lanes of 72, 73, 73 and 73 rows: 9 full steps and one with 0, 1, 1 and 1 rows
@@ -104,7 +102,7 @@ class TinyTask(Task):
         self._rows, self._eval_rows, self._norm, self._nan_row = rows, eval_rows, norm, nan_row
         self._scores, self._bad_rows = list(scores), list(bad_rows)
         self.seen: list[tuple[int, list[int]]] = []  # (step, rows) of each micro-batch
-        self.session: ScriptedSession | None = None
+        self.membership: ScriptedMembership | None = None
 
     def model(self) -> nn.Module:
         self.made = TinyNet(self._norm)
@@ -126,8 +124,8 @@ class TinyTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         rows = batch["row"].tolist()
-        if self.session is not None and self.session.step and model.training:
-            self.seen.append((self.session.step, rows))
+        if self.membership is not None and self.membership.step and model.training:
+            self.seen.append((self.membership.step, rows))
             if self._nan_row in rows:
                 return model(batch["x"]).sum() * math.nan
         return cross_entropy(model(batch["x"]), batch["y"])
@@ -139,8 +137,8 @@ class TinyTask(Task):
         logits = model(batch["x"]).float()
         loss = cross_entropy(logits, batch["y"], reduction="none")
         if self._scores:
-            assert self.session is not None
-            epoch = self.session.step // STEPS_PER_EPOCH
+            assert self.membership is not None
+            epoch = self.membership.step // STEPS_PER_EPOCH
             loss = torch.full_like(loss, self._scores[epoch - 1])
         metrics["loss"].update(loss)
         metrics["top1"].update((logits.argmax(1) == batch["y"]).float())
@@ -173,36 +171,33 @@ def _tensors(records: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in records.items()}
 
 
-class ScriptedSession(LocalSession):
+class ScriptedMembership(Membership):
     """Asks to stop, or dies, at the start of a step. Only the last rank does, so all must agree."""
 
-    def __init__(self, config: TrainConfig, world: World, stop_at: int, die_at: int) -> None:
+    def __init__(self, world: World, stop_at: int = 0, die_at: int = 0) -> None:
         from event_records import to  # not available where this file is used alone, as a task
 
         self.events: list[dict[str, Any]] = []
         self.start_step = 0
         self.step = 0  # the step in progress, from 1; 0 before training
-        self.model: nn.Module | None = None
         self.before_step: Callable[[int], None] = lambda step: None
         self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
-        super().__init__(config, world, Best("loss", "min"), to(self.events))
+        super().__init__(world, to(self.events))
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-        self.model = model
-        return super().wrap(model, options)
-
-    def tell(self, event: Event) -> None:
+    def show(self, event: Event) -> None:
         if isinstance(event, Plan):
             self.start_step = event.start_step
-        super().tell(event)
+        super().show(event)
 
-    def requests(self) -> Requests:
-        self.step = (self.step or self.start_step) + 1
+    def requests(self, step: int | None, may_join: bool = False) -> Requests:
+        if step is None:
+            return Requests()
+        self.step = step
         stop_at, die_at = self._script
-        if self.step == die_at:
+        if step == die_at:
             os._exit(9)
-        self.before_step(self.step)
-        return Requests(stop=15 if self.step == stop_at else 0)
+        self.before_step(step)
+        return Requests(stop=15 if step == stop_at else 0)
 
 
 @dataclass(frozen=True)
@@ -223,27 +218,28 @@ def run_tiny(
     options: Mapping[str, Any] | None = None,
     stop_at: int = 0,
     die_at: int = 0,
-    prepare_session: Callable[[ScriptedSession], None] | None = None,
+    prepare: Callable[[ScriptedMembership], None] | None = None,
     kind: type[TinyTask] = TinyTask,
     device: str = "cpu",
 ) -> WorkerResult:
     """Trains in one process of a group; called through the fixture `workers`.
 
     Args:
-        prepare_session: is called with the session before the training.
+        prepare: is called before the training.
     """
     made = from_dict(config)
     world = World(rank, size, rank, torch.device(device), threads=1)
     task = kind(made, **(options or {}))
-    with ScriptedSession(made, world, stop_at, die_at) as session:
-        task.session = session
-        if prepare_session is not None:
-            prepare_session(session)
-        outcome = train(Build(made, world, task), session)
+    task.membership = membership = ScriptedMembership(world, stop_at, die_at)
+    if prepare is not None:
+        prepare(membership)
+    outcome = take_part(membership, made, lambda _: Build(made, world, task))
+    assert outcome is not None
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
         digest.update(tensor.double().cpu().contiguous().numpy().tobytes())
-    return WorkerResult(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
+    end = membership.start_step, digest.hexdigest()
+    return WorkerResult(outcome, *end, task.seen, membership.events)
 
 
 def run_armed(

@@ -115,10 +115,10 @@ class Loop:
 
 
 @functools.cache
-def watch(path: str, replica: int | None = None) -> None:
+def watch(path: str, replica: int | None = None, by_hook: bool = True) -> Callable[..., None]:
     """From now on, this process appends its marks to a file, a line ``TIME PID MARK [RANK]`` each:
     when it was started, and is here; when the model is in DDP, a state is loaded, and each
-    optimizer step done. By torch's own hooks, so at the same places in every contender.
+    optimizer step done: by torch's own hook, or by calls of the function that is returned.
 
     The monotonic clock is the same for all processes of a machine.
     """
@@ -146,7 +146,9 @@ def watch(path: str, replica: int | None = None) -> None:
     mark("here")
     DistributedDataParallel.__init__ = marked(DistributedDataParallel.__init__, "ddp")  # type: ignore[method-assign]
     Optimizer.load_state_dict = marked(Optimizer.load_state_dict, "loaded")  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(step)
+    if by_hook:
+        register_optimizer_step_post_hook(step)
+    return step
 
 
 def _started() -> float:

@@ -6,9 +6,10 @@ and the records of its loggers are readable copies, rewritten when a run is resu
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,54 +22,71 @@ from raytrain_ddp.messages import Event
 from raytrain_ddp.records import json_of, to_record
 
 
-class MetricsLog:
-    """All records of a run, and their copies: in the run's folder and in the loggers.
+class Log:
+    """All records of a run, the same on all ranks. On rank 0 they have copies: in the run's folder
+    and in the loggers.
 
     A full disk or a failed service does not end the training: the copies are then out of date until
     `publish` rewrites them.
 
     Args:
         openers: open the loggers, by name; called for the first record of a start, not before.
-        tell: receives a note when the copies cannot be written.
+        show: receives each record and other events, also from the committing thread.
+
+    Attributes:
+        doing: returns the context in which the training thread is "writing" or waits for a
+            "checkpoint"; see `Clock.also`.
     """
 
     def __init__(
-        self, run: Storage, openers: Mapping[str, Open], tell: Callable[[Event], None]
+        self, run: Storage, openers: Mapping[str, Open], show: Callable[[Event], None]
     ) -> None:
         self.records: list[LogRecord] = []
-        self._run, self._tell = run, tell
+        self.show, self._run, self._openers = show, run, openers
+        self.doing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._file: IO[str] | None = None
-        self._writers = [
-            BackgroundWriter(name, opened, self.records, tell) for name, opened in openers.items()
-        ]
+        self._writers: list[BackgroundWriter] = []
         self._lock = threading.Lock()  # `publish` is called by the committing thread
-        self._failed = True
 
-    def restore(self, records: Sequence[LogRecord]) -> None:
-        """Starts the log with these records, at the start or in another generation."""
+    def restore(self, records: Sequence[LogRecord], has_copies: bool = True) -> None:
+        """Starts the log with these records, at the start or in another generation.
+
+        Args:
+            has_copies: whether this process writes the copies.
+        """
         with self._lock:
             self._close_file()
             self.records[:] = records
+        if not has_copies:
+            return
+        self._writers = self._writers or [
+            BackgroundWriter(name, opened, self.records, self.show)
+            for name, opened in self._openers.items()
+        ]
         try:
             self.publish()
         except OSError as error:
             self._behind(error)
 
     def add(self, record: LogRecord) -> None:
-        """Appends one record."""
-        with self._lock:
-            self.records.append(record)
-            for writer in self._writers:
-                writer.add(record)
-            if self._file is None:
-                return
+        """Adds a record, the same on all ranks, and shows it. It is cheap."""
+        with self.doing("writing"):
+            self._append(record)
+            self.show(record)
+
+    def tell(self, event: Event) -> None:
+        """Shows an event that is not part of the log."""
+        with self.doing("writing"):
+            self.show(event)
+
+    def keep(self, name: str, document: Mapping[str, Any]) -> None:
+        """Writes a JSON file into the run's folder; a note says where, or that it failed."""
+        with self.doing("writing"):
             try:
-                self._file.write(f"{json_of(to_record(record))}\n")
-                return
+                self._run.write_atomic(name, json.dumps(document, indent=1).encode())
+                self.show(Note(f"{name} is in {self._run}."))
             except OSError as error:
-                problem = error
-                self._close_file()
-        self._behind(problem)
+                self.show(Note(f"{name} cannot be written: {error}"))
 
     def publish(self) -> None:
         """Rewrites the copies that are not written record by record; raises OSError."""
@@ -85,15 +103,32 @@ class MetricsLog:
             path = Path(self._run.path) / METRICS_FILE
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def finish(self) -> None:
-        """Marks the run as finished; otherwise, closing the log marks it as failed."""
-        self._failed = False
+    def close(self, failed: bool = True) -> None:
+        """Ends the copies, which a later `restore` continues. Waits for a limited time until
+        everything is sent.
 
-    def close(self) -> None:
-        """Waits for a limited time until everything is sent."""
+        Args:
+            failed: whether the loggers mark the run as failed.
+        """
         self._close_file()
         for writer in self._writers:
-            writer.close(self._failed)
+            writer.close(failed)
+        self._writers = []
+
+    def _append(self, record: LogRecord) -> None:
+        with self._lock:
+            self.records.append(record)
+            for writer in self._writers:
+                writer.add(record)
+            if self._file is None:
+                return
+            try:
+                self._file.write(f"{json_of(to_record(record))}\n")
+                return
+            except OSError as error:
+                problem = error
+                self._close_file()
+        self._behind(problem)
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -103,7 +138,7 @@ class MetricsLog:
 
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint rewrites it."
-        self._tell(Note(text))
+        self.show(Note(text))
 
 
 def write_log(run: Storage, records: Iterable[Mapping[str, Any]]) -> None:

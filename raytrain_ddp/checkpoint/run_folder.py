@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
@@ -62,6 +62,7 @@ PROFILES = "profiles"
 HANGS = "hang"
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, which holds the runs of its trials
 _LOOKED_AT = 32  # folders of a store, for a hint
+T = TypeVar("T")
 RUNS = "runs"  # the folder of runs, unless --storage is given
 
 CLOCKS = frozenset({"seconds", "seconds_total", "samples_per_s", "timing"})
@@ -160,6 +161,10 @@ def holds_run(folder: Path, alone: bool = True) -> bool:
     return any((folder / name).exists() for name in names)
 
 
+def is_run(folder: Storage) -> bool:
+    return any(folder.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE))
+
+
 def open_run(place: str) -> Storage:
     """A run's folder, by its path, URI or name below runs/.
 
@@ -168,7 +173,7 @@ def open_run(place: str) -> Storage:
         PreflightError: the storage cannot be reached.
     """
     run = open_storage(path_of_run(place))
-    if not any(run.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
+    if not is_run(run):
         if run.exists(SWEEP_FILE):
             others = other_runs(path_of_run(place))
             raise ConfigError(f"{without_secrets(place)} is a sweep: name one of its runs.{others}")
@@ -300,9 +305,30 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
 
     Raises:
         CheckpointError: there is no checkpoint (NoCheckpointError), or it is damaged.
-        ConfigError: `which` is given, but `place` is a single checkpoint.
+        ConfigError: there is no run, or `which` is given, but `place` is a single checkpoint.
     """
-    place = path_of_run(place)
+    return with_checkpoint(place, which, lambda found: found)
+
+
+def with_checkpoint(
+    place: str, which: Literal["best", "last"] | None, use: Callable[[Checkpoint], T]
+) -> T:
+    """What `use` returns for the checkpoint that `find_checkpoint` returns; for another one, if the
+    run deletes it meanwhile."""
+    while True:
+        store, name = _chosen(path_of_run(place), which)
+        try:
+            found = store.open(name)
+            found.verify()
+            return use(found)
+        except (DamagedError, FileNotFoundError):
+            if store.storage.join(str(name)).exists(MANIFEST_FILE):
+                raise
+
+
+def _chosen(
+    place: str, which: Literal["best", "last"] | None
+) -> tuple[CheckpointStore, CheckpointName]:
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
         if which is not None:
@@ -313,17 +339,16 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
         parsed = CheckpointName.parse(name)
         if parsed is None:
             raise CheckpointError(f"{place}: not the name of a checkpoint (step-...-a...).")
-        return _verified(CheckpointStore(replace(folder, path=parent)).open(parsed))
+        return CheckpointStore(replace(folder, path=parent)), parsed
     store = checkpoint_store(folder)
     names = store.names()
     if not names:
-        raise NoCheckpointError(
-            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{other_runs(place)}"
-        )
+        run = open_run(place)
+        raise NoCheckpointError(f"{run}: no checkpoint there (looked for {CHECKPOINTS}/).")
     if which != "last":
         bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]
         names = [name for name in names if bests and name.step == bests[-1]] or names
-    return _verified(store.open(names[0]))
+    return store, names[0]
 
 
 def recorded_classes(checkpoint: Checkpoint) -> list[str]:
@@ -337,8 +362,3 @@ def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     has_one = STATE_FILE in checkpoint.manifest.files
     state: dict[str, Any] = json.loads(checkpoint.read(STATE_FILE)) if has_one else {}
     return state
-
-
-def _verified(checkpoint: Checkpoint) -> Checkpoint:
-    checkpoint.verify()
-    return checkpoint

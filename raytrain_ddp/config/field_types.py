@@ -68,7 +68,7 @@ class Section:
     numbers Python's.
 
     Raises:
-        ConfigError: a line for each value that its field does not take.
+        ConfigError: names each value that its field does not take.
     """
 
     section: ClassVar[str] = ""
@@ -92,7 +92,7 @@ class Section:
     def __post_init__(self) -> None:
         fitting, wrong = checked(type(self), vars(self))
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError(" ".join(wrong))
         vars(self).update(fitting)
 
 

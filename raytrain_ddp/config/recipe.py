@@ -79,12 +79,12 @@ def _read(section: type[Section], values: Mapping[str, Any], where: str, prefix:
     wrong: list[str] = []
     built = _built(section, values, wrong, prefix)
     if wrong:
-        raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
+        raise ConfigError(f"{where}: {' '.join(wrong)}")
     return built
 
 
 def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], prefix: str) -> Any:
-    """A section of `values`; `wrong` receives a line for each error."""
+    """A section of `values`; `wrong` receives a sentence for each error."""
     kinds, given = section.kinds(), dict[str, Any]()
     for name, value in values.items():
         if is_ignored(prefix + name, value):
@@ -103,7 +103,7 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
             return section(**given)
         wrong += checked(section, given)[1]
     except ConfigError as error:
-        wrong += str(error).splitlines()
+        wrong.append(str(error))
     return section()
 
 

@@ -180,13 +180,13 @@ def require_effect(given: Container[str], *configs: TrainConfig, on_ray: bool = 
     Args:
         given: the names that `given_flags` returns.
     """
-    lines = [
+    wrong = [
         f"{name} has no effect: it needs {needs}. Remove it."
         for name, needs in idle(configs[0], on_ray).items()
         if name in given and all(name in idle(config, on_ray) for config in configs[1:])
     ]
-    if lines:
-        raise ConfigError("\n".join(lines))
+    if wrong:
+        raise ConfigError(" ".join(wrong))
 
 
 def effect_notes(config: TrainConfig) -> list[str]:

@@ -144,6 +144,6 @@ def _origin(config: TrainConfig, origin: str, place: str) -> Checkpoint:
     folder: Storage = open_storage(place)
     try:
         return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         hint = did_you_mean(origin, open_storage(config.storage).names())
-        raise CheckpointError(f"--resume-from {origin}: {error}{hint}") from None
+        raise type(error)(f"--resume-from {origin}: {error}{hint}") from None

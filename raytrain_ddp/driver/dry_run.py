@@ -59,7 +59,6 @@ def dry_run(
     config = settled(config, has_bf16=False)  # for the trial batch, which is on the CPU
     import torch
 
-    from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
     from raytrain_ddp.training.build import Build, plan_for
     from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
@@ -73,26 +72,22 @@ def dry_run(
     build.plan = plan = plan_for(config, data, layout.most)
     per_epoch, repeats = plan.steps_per_epoch, config.augment.repeats
     steps = config.total_steps(per_epoch)
-    model, optimizer = build.model, build.optimizer
+    size_bytes, tried = _tried(build)
     notes = [
         *effect_notes(config),
         *step_notes(config, per_epoch),
         *filter(None, (layout.note, new_code_note(run))),
-        *_tried(build),
+        *tried,
         *task.notes,
-        *unread_notes(config, build.reads, replaced_fields(task, optimizer, config)),
+        *unread_notes(config, build.reads, replaced_fields(task, build.optimizer, config)),
     ]
     if checkpoint := newest_checkpoint(run.folder):
         build.identity.require_same(checkpoint)
-    learning = build.rates
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
-    size = bytes_of([model.state_dict(), optimizer.state_dict()])
+        size_bytes = checkpoint.manifest.size_bytes
     least, epochs = min(layout.least, layout.most), steps / per_epoch
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
-        f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
+        f"{epoch:g}": build.rates(min(steps - 1, int(epoch * per_epoch)))[0]
         for epoch in sorted({0.0, min(config.schedule.warmup_epochs, epochs), epochs / 2, epochs})
     }
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
@@ -114,8 +109,8 @@ def dry_run(
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
         f"{task.unit}), {steps} in {epochs:.4g} epoch{'s' * (epochs != 1)}",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
-        f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
+        f"model          {sum(p.numel() for p in build.model.parameters()):,} parameters",
+        f"checkpoint     {f'{size_bytes / 2**20:.1f} MiB, ' if size_bytes else ''}in {run.folder}",
         f"run            {config.name} {_run_state(run, branch)}",
         *(f"note           {text}" for text in notes),
         *([f"note           this machine has no room: {lacking}"] if lacking else []),
@@ -147,20 +142,20 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
     return f"{state} ({run.note})" if run.note else state
 
 
-def _tried(build: Build) -> list[str]:
-    """Warms up each turn with small batches, and evaluates one batch; returns notes."""
-    from raytrain_ddp.training.metrics.evaluation import try_evaluation
+def _tried(build: Build) -> tuple[int, list[str]]:
+    """Rehearses a new run and warms up each turn with small batches; returns the size of a
+    checkpoint in bytes, 0 if it is unknown, and notes."""
     from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-    from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
+    from raytrain_ddp.training.rehearsal import rehearse, rehearse_evaluation
+    from raytrain_ddp.training.steps.warm_up import warm_up, warm_up_notes
 
-    config, steps_per_epoch = build.config, build.plan.steps_per_epoch
-    steps = steps_to_check(config.total_steps(steps_per_epoch))
-    for name in turns_of(build.task, build.optimizer, steps)(0):
-        forward = Forward(build, build.model, name)
-        found = warm_up(forward, lambda _: None, build.loader, _SAMPLES)
-        build.warm_ups = {**build.warm_ups, name: found}
     told: list[Event] = []
-    try_evaluation(build, told.append, min(_SAMPLES, config.eval_micro_batch))
+    size_bytes = rehearse(build, told.append, _SAMPLES)
+    rehearse_evaluation(build, told.append, _SAMPLES)
+    steps = steps_to_check(build.config.total_steps(build.plan.steps_per_epoch))
+    for name in turns_of(build.task, build.optimizer, steps)(0):
+        found = warm_up(build, build.model, lambda _: None, name, _SAMPLES)
+        build.warm_ups = {**build.warm_ups, name: found}
     notes = [event.text for event in told if isinstance(event, Note)]
-    return [*warm_up_notes(build.warm_ups), *notes]
+    return size_bytes, [*warm_up_notes(build.warm_ups), *notes]

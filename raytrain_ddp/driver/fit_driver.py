@@ -38,7 +38,8 @@ from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 
 if TYPE_CHECKING:
-    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.training.membership import Membership
+    from raytrain_ddp.training.runtime.world import World
 
 # New objects, 700 by default. The collector takes an eighth of the CPU of importing torch and Ray
 # Train; the driver of a run on Ray keeps neither tensors nor much else.
@@ -71,12 +72,12 @@ def fit_locally(
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
     display: Listener | None = None,
-    session: Callable[..., LocalSession] | None = None,
+    membership: Callable[[World, Show], Membership] | None = None,
 ) -> FitResult:
     """`raytrain_ddp.fit.fit_locally`; shows and draws nothing by default.
 
     Args:
-        session: makes the session, from the arguments of `LocalSession`, which is the default.
+        membership: replaces `Membership`, which has the same arguments.
     """
     rank, _, _ = ranks_of_launcher()
 
@@ -85,7 +86,7 @@ def fit_locally(
         from raytrain_ddp.training import loop  # noqa: F401
 
         with process_as_found():  # restores torch, too
-            return _train_here(run, rank == 0, show, session)
+            return _train_here(run, rank == 0, show, membership)
 
     flags = "" if under_torchrun() else " --local"
     shown = (rank == 0 and display) or Listener()
@@ -128,41 +129,55 @@ def _fit(
 
 
 def _train_here(
-    run: NamedRun, main: bool, show: Show, session_of: Callable[..., LocalSession] | None
+    run: NamedRun,
+    main: bool,
+    show: Show,
+    membership_of: Callable[[World, Show], Membership] | None,
 ) -> tuple[Outcome, _Starts]:
     config = run.config
     _note_idle(config, show)
-    from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.tasks.task_loading import BUILT_IN
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.local_session import (
-        LocalSession,
-        idle_gpus_note,
-        join_world,
-    )
-    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.loop import take_part
+    from raytrain_ddp.training.membership import Membership
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
-    from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16
+    from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16, join_world
 
     tell = (lambda text: show(Note(text))) if main else None
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     asked = config
     config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
     build = Build(config, world)
-    task = build.task
+    _ = build.task  # checked before anything is written
     if main:
         if config.task in BUILT_IN:
             try_model(config, is_new=run.manifest is None)
         write_config(config, run.folder)
         chosen = settled_note(asked, config) if world.device.type == "cuda" else ""
-        for text in filter(None, (chosen, idle_gpus_note(world))):
+        for text in filter(None, (chosen, _idle_gpus_note(world))):
             show(Note(text))
     watch = _Starts(show)
-    make = session_of or LocalSession
-    with make(config, world, Best(task.monitor, task.goal), watch) as session:
-        session.stop_on_signals()
-        outcome = train(build, session)
+    membership = (membership_of or Membership)(world, watch)
+    membership.stop_on_signals()
+    try:
+        outcome = take_part(membership, config, lambda _: build)
+    finally:
+        membership.leave()
+    assert outcome is not None  # nobody else could have ended the run
     return outcome, watch
+
+
+def _idle_gpus_note(world: World) -> str:
+    """A note if a process that trains alone leaves other GPUs of its machine idle."""
+    import torch
+
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.size > 1 or gpus < 2:
+        return ""
+    return (
+        f"1 of {gpus} GPUs is used: this is one process. To use all of them, omit --local, or "
+        f"use torchrun --nproc-per-node {gpus}."
+    )
 
 
 def _note_idle(config: TrainConfig, show: Show) -> None:

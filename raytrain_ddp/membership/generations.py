@@ -11,12 +11,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.failpoints import failpoint
@@ -44,36 +43,6 @@ class NoStateLeft(Exception):
 class NewcomerWaits(Exception):
     """Raised on all ranks between two steps: a process waits to join, so the next generation begins
     here."""
-
-
-class Parts(Protocol):
-    """The parts of a run: a `Build`."""
-
-    is_begun: bool
-
-    def remains(self) -> Any:
-        """The parts that can join another generation; None: none."""
-
-
-class Session(Protocol):
-    """A run in one generation, such as `training.session.Session`."""
-
-    is_continued: bool
-    suspended: Any
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def take_over(self, recorder: Any) -> None:
-        """Continues with the recorder of the previous generation, or closes it."""
-
-    def live_state(self) -> Any:
-        """The state of this process; None: other ranks could not continue from it."""
-
-
-P = TypeVar("P", bound=Parts)
-S = TypeVar("S", bound=Session)
 
 
 class Place:
@@ -218,10 +187,15 @@ class Place:
         come from that."""
         return self._connections.is_broken
 
+    def has_lost_ranks(self, error: Exception) -> bool:
+        """Whether `error` only means that another generation follows this one."""
+        known = isinstance(error, (NewcomerWaits, NoStateLeft, RankLost))
+        return known or (self.is_broken and not isinstance(error, RaytrainError))
+
     @property
-    def has_left(self) -> bool:
-        """Whether this process is in no generation."""
-        return not self._connected.number
+    def has_ended(self) -> bool:
+        """Whether the current generation has ended, or this process is in none."""
+        return self.is_broken or not self._connected.number
 
     def close(self) -> None:
         """Stops the heartbeats."""
@@ -268,71 +242,6 @@ def _end(why: str) -> None:
     """Nothing else ends a thread that waits for a device."""
     print(f"{why} for {_STUCK_S:.0f} s: this process ends", file=sys.stderr, flush=True)
     os._exit(RetriesExhausted.exit_status)
-
-
-def through_generations(
-    place: Place,
-    make: Callable[[bool], P],
-    start: Callable[[P, Any], S],
-    run: Callable[[P, S], None],
-    is_loss: Callable[[BaseException], bool],
-    most: int,
-    build: P | None = None,
-) -> None:
-    """Trains, and continues in the next generation whenever another rank is lost.
-
-    Args:
-        make: makes the parts of the run anew; receives whether this process has a state.
-        start: starts the session of a generation; receives the state of this process.
-        run: trains in the session.
-        is_loss: whether an error only means that another rank is gone.
-        most: allowed losses in a row without a further step; one more is an error.
-        build: the parts that this process has made ahead of time.
-    """
-    live: Any = None
-    recorder: Any = None
-    reached, losses = -1, 0
-
-    def continues(error: BaseException) -> bool:
-        if isinstance(error, (NewcomerWaits, NoStateLeft, RankLost)):
-            return True
-        return (place.is_broken and not isinstance(error, RaytrainError)) or is_loss(error)
-
-    try:
-        while place.join():
-            if build is None or (build.is_begun and live is None):  # no rank can use its state
-                build = make(live is not None)
-            session, live = start(build, live), None
-            session.take_over(recorder)
-            recorder = None
-            try:
-                with session:
-                    try:
-                        run(build, session)
-                    except BaseException as error:
-                        place.leave()  # first of all, so that the others notice
-                        session.is_continued = isinstance(error, Exception) and continues(error)
-                        raise
-                place.part()
-                return
-            except Exception as error:
-                place.leave()
-                recorder = session.suspended
-                if not continues(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # of the loop and its batches
-                live = None if isinstance(error, NoStateLeft) else session.live_state()
-                step = live.manifest.step if live else getattr(session, "step", None) or -1
-                losses = 0 if step > reached else losses
-                is_planned = isinstance(error, (NewcomerWaits, NoStateLeft))
-                reached, losses = max(reached, step), losses + (not is_planned)
-                if losses > most:
-                    raise
-                build = build.remains()
-            del session
-    finally:
-        if recorder is not None:
-            recorder.close()
 
 
 def open_store(seat: Seat, offered: Any, rank: int, is_over: Callable[[], bool]) -> Any:

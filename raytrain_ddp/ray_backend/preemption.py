@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from raytrain_ddp.events import Note
 from raytrain_ddp.ray_backend.mailbox import Draining
-from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.membership import Requests
 
 STOP = 128  # used as a signal number that no signal has
 _UNKNOWN_S = 120.0  # Ray's own limit for a notice without an end

@@ -28,15 +28,13 @@ from raytrain_ddp.ray_backend.worker_process import (
     enter_folder,
     place_of_worker,
     set_environment,
-    world_of_worker,
 )
 from raytrain_ddp.user_code import UserCode
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.membership.generations import Place
-    from raytrain_ddp.ray_backend.ray_session import RaySession
-    from raytrain_ddp.training.state.live_state import LiveState
+    from raytrain_ddp.ray_backend.ray_membership import RayMembership
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,89 +92,53 @@ def train_as(given: WorkerSettings, rank: int) -> None:
 
     node, grouped = socket.gethostname(), dist.is_initialized()
     place = place_of_worker(given, rank, node) if given.least else None
-    sessions: list[RaySession] = []
+    membership: RayMembership | None = None
     try:
-        if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
+        if place or ray.get(given.mailbox.join.remote(group_name(), rank, node)):
             enter_folder(given.folder, given.import_paths, given.argv)
             arm(*given.failpoints)
             with copied_output(given.log_folder, rank):
-                try:
-                    _train(given, sessions, place)
-                finally:
-                    for session in sessions:  # if a further generation was to follow
-                        session.deliver()
+                from raytrain_ddp.ray_backend.ray_membership import RayMembership
+
+                look_s = given.look_every_s
+                membership = RayMembership(given.mailbox, given.threads, look_s, place)
+                with closing(membership):
+                    _train(given, membership, place)
     except BaseException as error:
-        step = sessions[-1].step if sessions else None
-        start = place.seat.generation if place else _start()
+        step = membership.step if membership else None
         torn_down = grouped and not dist.is_initialized()
-        report_failure(given, rank, step, error, torn_down, start)
+        report_failure(given, rank, step, error, torn_down, group_name(place))
         if isinstance(error, SystemExit):  # Ray would not take it for a failure
             raise RuntimeError(f"the task called sys.exit({error.code!r})") from error
         raise
 
 
-def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | None) -> None:
-    """Trains in one process group, or in those of `place` one after another.
-
-    Args:
-        sessions: receives each session as soon as it is made.
-    """
+def _train(given: WorkerSettings, membership: RayMembership, place: Place | None) -> None:
+    """Trains in one process group, or in those of `place` one after another."""
     import ray
 
-    from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.config.recipe import from_dict
-    from raytrain_ddp.membership.generations import through_generations
     from raytrain_ddp.membership.roster import Seat
-    from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.retries import OUTAGE_S
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.training_run import made_ahead
+    from raytrain_ddp.training.loop import made_ahead, take_part
 
-    config = from_dict(given.config)
+    config, build = from_dict(given.config), None
     require_folder(config, given.lease, OUTAGE_S if given.least else 0.0)
 
-    def alone(is_begun: bool = False) -> Build:
-        """Of this process alone."""
+    def make(is_begun: bool = False) -> Build:
         made = config
         if given.task is not None:  # the driver's own task object
             made = dataclasses.replace(config, task=pickle.loads(given.task))
-        seat = Seat(0, size=1, ranks=(place.rank,)) if place else None
-        return Build(made, world_of_worker(given.threads, seat), is_begun=is_begun)
+        return Build(made, membership.world, is_begun=is_begun)
 
-    def start(build: Build, live: LiveState | None) -> RaySession:
-        if place is not None:
-            set_environment(place.seat)
-        world = world_of_worker(given.threads, place.seat if place else None)
-        best = Best(build.task.monitor, build.task.goal)
-        before, look_s = next(iter(sessions), None), given.look_every_s
-        session = RaySession(
-            build.config, world, given.mailbox, best, look_s, _start(), live, place, before
-        )
-        sessions[:] = [session]
-        return session
-
-    def run(build: Build, session: RaySession) -> None:
-        outcome = train(build, session)
-        if session.is_taken_away(outcome):
-            outcome = dataclasses.replace(outcome, signal=session.hold())
-        session.tell(outcome)
-
-    if place is None:
-        build = alone()
-        with start(build, None) as session:
-            run(build, session)
-        return
-    most = max(1, config.scaling.max_failures)
-    with closing(place):
+    if place is not None:
         _before_joining(config, given.backend)
-        ahead = None
         if given.least != given.most and ray.get(given.mailbox.has_formed.remote()):
             # The others train without it meanwhile.
             set_environment(Seat(0, rank=place.rank, size=given.most, local_size=1))
-            ahead = made_ahead(alone())
-        is_loss = lambda error: cause_of(error) == "peer"  # noqa: E731
-        through_generations(place, alone, start, run, is_loss, most, ahead)
+            build = made_ahead(make())
+    take_part(membership, config, make, build)
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:
@@ -221,8 +183,11 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
     )
 
 
-def _start() -> str:
-    """An id shared by the workers of one start only: their rendezvous address."""
+def group_name(place: Place | None = None) -> str:
+    """An id shared by the ranks of a process group: its generation in `place`, "" before the first;
+    or the rendezvous address of Ray Train's."""
+    if place is not None:
+        return place.seat.generation
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
@@ -249,7 +214,7 @@ def report_failure(
         error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = WorkerFailed(
-        start=_start() if start is None else start,
+        start=group_name() if start is None else start,
         rank=rank,
         step=step,
         error=type(error).__name__,

@@ -1,4 +1,4 @@
-"""The loss of the built-in tasks, and how outputs are compared with several labels or numbers."""
+"""The loss and the metrics of the built-in task: of classes, of several labels, or of numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from raytrain_ddp.errors import ConfigError
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+_OF_TARGETS: Mapping[str, Callable[..., Tensor]] = {
+    "bce": functional.binary_cross_entropy_with_logits,
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "huber": functional.huber_loss,
+}
+
 
 class Criterion:
-    """The mean loss over samples, `loss.name` of the config.
+    """The mean loss over samples, `loss.name` of the config, and what outputs mean with it.
 
     Args:
         class_sizes: gives the number of training rows of each class, int64 (classes,); called once
             if classes are weighted.
 
     Attributes:
-        of_targets: outputs are compared with `data.target_columns` instead of classes.
-        monitor, goal: of the metrics of such targets.
+        kind: what outputs are compared with: a class, or `data.target_columns`.
+        monitor, goal: of its metrics.
 
     Raises:
         ConfigError: the loss cannot use the kind of targets.
@@ -36,10 +43,11 @@ class Criterion:
         self._config, self._smoothing = config.loss, config.optim.label_smoothing
         self._class_sizes = class_sizes
         self._weights: dict[torch.device, Tensor] = {}  # (classes,)
-        self.of_targets = bool(config.data.target_columns)
-        self._binary = config.loss.name == "bce"
-        self.monitor = "mean_ap" if self._binary else "mae"
-        self.goal: Literal["min", "max"] = "max" if self._binary else "min"
+        of_targets: Literal["labels", "numbers"]
+        of_targets = "labels" if config.loss.name == "bce" else "numbers"
+        self.kind = of_targets if config.data.target_columns else "classes"
+        self.monitor = {"classes": "top1", "labels": "mean_ap", "numbers": "mae"}[self.kind]
+        self.goal: Literal["min", "max"] = "min" if self.kind == "numbers" else "max"
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of training, shape (): with label smoothing and class weights. The mean is over
@@ -62,48 +70,41 @@ class Criterion:
         that of Lin et al. 2017 over a softmax.
         """
         name = self._config.name
-        if self.of_targets:
-            of: dict[str, Callable[..., Tensor]] = {
-                "bce": functional.binary_cross_entropy_with_logits,
-                "mse": functional.mse_loss,
-                "l1": functional.l1_loss,
-                "huber": functional.huber_loss,
-            }
-            return of[name](logits.float(), labels, reduction="none").mean(1)
+        if self.kind != "classes":
+            return _OF_TARGETS[name](logits.float(), labels, reduction="none").mean(1)
         if name == "bce":
             from timm.loss import BinaryCrossEntropy  # seconds
 
             return BinaryCrossEntropy(smoothing, reduction="none")(logits, labels).mean(1)  # type: ignore[no-any-return]
-        if name == "cross-entropy":
-            return functional.cross_entropy(
-                logits, labels, label_smoothing=smoothing, reduction="none"
-            )
-        loss = functional.cross_entropy(logits, labels, reduction="none")
-        return (-torch.expm1(-loss)) ** self._config.gamma * loss
+        if name == "focal":
+            loss = functional.cross_entropy(logits, labels, reduction="none")
+            return (-torch.expm1(-loss)) ** self._config.gamma * loss
+        return functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
 
-    def metrics(self, targets: int) -> dict[str, Metric]:
-        """The metrics of this many targets, besides the loss."""
-        from torchmetrics import MeanAbsoluteError, R2Score  # takes seconds to import
-        from torchmetrics.classification import MultilabelF1Score
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """New metrics, "loss" among them, of so many classes, labels or numbers."""
+        from torchmetrics import MeanAbsoluteError, MeanMetric  # takes seconds to import
+        from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
-        from raytrain_ddp.tasks.class_metrics import MeanAveragePrecision
+        from raytrain_ddp.tasks.class_metrics import R2, MeanAveragePrecision
 
-        if self._binary:
-            return {
-                "mean_ap": MeanAveragePrecision(targets),
-                "f1": MultilabelF1Score(targets, validate_args=False),
-            }
+        # torchmetrics' checks of values would make the host wait for the device.
+        loss = MeanMetric(nan_strategy="disable")
+        if self.kind == "labels":
+            f1 = MultilabelF1Score(outputs, validate_args=False)
+            return {"loss": loss, "mean_ap": MeanAveragePrecision(outputs), "f1": f1}
+        if self.kind == "numbers":
+            # In double precision: a variance is a small difference of sums of squares.
+            mae, r2 = (each.set_dtype(torch.float64) for each in (MeanAbsoluteError(), R2()))
+            return {"loss": loss, "mae": mae, "r2": r2}
+        tops = {
+            f"top{k}": MulticlassAccuracy(outputs, k, average="micro", validate_args=False)
+            for k in (1, 5)
+            if k < outputs
+        }
+        return {"loss": loss, **tops}
 
-        class R2(R2Score):
-            def compute(self) -> Tensor:  # torchmetrics raises an error
-                value: Tensor = super().compute() if self.total > 1 else self.residual * torch.nan
-                return value
-
-        # In double precision: a variance is a small difference of sums of squares.
-        mae, r2 = MeanAbsoluteError(), R2()
-        return {"mae": mae.set_dtype(torch.float64), "r2": r2.set_dtype(torch.float64)}
-
-    def counts(self, classes: int) -> Metric:
+    def counts(self, outputs: int) -> Metric:
         """tp, fp, tn, fn and support of each class or label, shape (classes, 5).
 
         Raises:
@@ -111,29 +112,26 @@ class Criterion:
         """
         from torchmetrics.classification import MultilabelStatScores
 
-        from raytrain_ddp.tasks.class_metrics import ClassCounts
-
-        if self.of_targets and not self._binary:
+        if self.kind == "numbers":
             raise ConfigError("data.target_columns are numbers, which have no classes.")
-        if self.of_targets:
-            return MultilabelStatScores(classes, average=None, validate_args=False)
-        return ClassCounts(classes)
+        # Also of classes: MulticlassStatScores has a table of all pairs of them.
+        return MultilabelStatScores(outputs, average=None, validate_args=False)
 
     def update(self, metrics: Mapping[str, Metric], logits: Tensor, labels: Tensor) -> None:
-        """Adds samples to metrics: "loss", and those of classes or of targets."""
+        """Adds samples to `metrics`, and to `counts` by the name "classes"."""
+        pair = logits, labels
+        if self.kind == "labels":
+            pair = logits.sigmoid(), labels.long()
+        elif self.kind == "numbers":
+            pair = logits.double().contiguous(), labels.double()
         for name, metric in metrics.items():
             if name == "loss":
                 metric.update(self.each(logits, labels))
+            elif name == "classes" and self.kind == "classes":
+                both = (logits.argmax(1), labels)
+                metric.update(*(functional.one_hot(each, logits.shape[1]) for each in both))
             else:
-                metric.update(*self._compared(logits, labels))
-
-    def _compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What a metric is updated with: probabilities and labels, or numbers."""
-        if not self.of_targets:
-            return outputs, targets
-        if self._binary:
-            return outputs.sigmoid(), targets.long()
-        return outputs.double().contiguous(), targets.double()
+                metric.update(*pair)
 
     def predicted(self, logits: Tensor) -> dict[str, Tensor]:
         """What outputs mean: "probability" of each class or label, and "logit"; or "value".
@@ -141,9 +139,9 @@ class Criterion:
         Args:
             logits: float (n, classes or targets); so are the results.
         """
-        if self.of_targets and not self._binary:
+        if self.kind == "numbers":
             return {"value": logits}
-        of_each = self._binary or self._config.name == "bce"
+        of_each = self._config.name == "bce"
         return {"probability": logits.sigmoid() if of_each else logits.softmax(1), "logit": logits}
 
     def _class_weights(self, device: torch.device) -> Tensor:

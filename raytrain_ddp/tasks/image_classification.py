@@ -3,7 +3,6 @@ small one for digits."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -20,13 +19,12 @@ from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.model_parts import freeze
+from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-_WRONG_SIZE = re.compile(r"Wrong image (height|width)|doesn't match model|divisible by patch size")
 
 
 class ImageClassification(Task):
@@ -57,8 +55,7 @@ class ImageClassification(Task):
         self.notes: list[str] = []  # about the model
         self._criterion = Criterion(config, self._class_sizes)
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
-        if self._criterion.of_targets:
-            self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
+        self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
 
     def model(self) -> nn.Module:
         config, names = self._config.model, self.class_names
@@ -95,16 +92,7 @@ class ImageClassification(Task):
         return labels.loss(lambda targets: self._criterion(logits, targets))
 
     def metrics(self) -> dict[str, Metric]:
-        from raytrain_ddp.tasks.class_metrics import Mean, TopK  # seconds; only when needed
-
-        classes = len(self.class_names)
-        metrics: dict[str, Metric] = {"loss": Mean()}
-        if self._criterion.of_targets:
-            return {**metrics, **self._criterion.metrics(classes)}
-        for k in (1, 5):
-            if k < classes:
-                metrics[f"top{k}"] = TopK(k)
-        return metrics
+        return self._criterion.metrics(len(self.class_names))
 
     def per_class_metrics(self) -> dict[str, Metric]:
         """Adds "classes": tp, fp, tn, fn and support of each class, shape (classes, 5)."""
@@ -127,17 +115,26 @@ class ImageClassification(Task):
         Raises:
             ConfigError: the model takes images of another size, or returns something else.
         """
-        logits = _output(model, inputs)
-        wanted = (len(inputs), len(self.class_names))
+        name, wanted = self._config.model.name, (len(inputs), len(self.class_names))
+        try:
+            logits = model(inputs)
+        except AssertionError as error:  # of torchvision's and timm's transformers
+            of_timm = name.startswith(TIMM)
+            if ":" in name and not of_timm:
+                raise
+            (height, width), size = inputs.shape[-2:], "img_size" if of_timm else "image_size"
+            raise ConfigError(
+                f"model.name = {name!r} does not take images of {height} x {width} pixels "
+                f"({error}): set data.image_size and data.eval_size to its size, or build it for "
+                f"yours with --model.args {size}={height}."
+            ) from error
         if isinstance(logits, Tensor) and logits.shape == wanted:
             return logits
-        found = f"a {type(logits).__name__}"
-        if isinstance(logits, Tensor):
-            found = f"shape {tuple(logits.shape)}"
+        is_tensor = isinstance(logits, Tensor)
+        found = f"shape {tuple(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
         raise ConfigError(
-            f"model.name = {self._config.model.name!r}: for {wanted[0]} images and {wanted[1]} "
-            f"{'targets' if self._criterion.of_targets else 'classes'} it returns {found} instead "
-            f"of shape {wanted}."
+            f"model.name = {name!r}: for {wanted[0]} images and {wanted[1]} "
+            f"{self._criterion.kind} it returns {found} instead of shape {wanted}."
         )
 
     def _class_sizes(self) -> Tensor:
@@ -155,18 +152,3 @@ class ImageClassification(Task):
         flip, erase = batch.get("flip"), batch.get("erase")
         channels_last = self._config.compute.channels_last is True
         return finish_images(images, mean, std, flip, erase, channels_last)
-
-
-def _output(model: nn.Module, inputs: Tensor) -> object:
-    """Raises ConfigError if the model takes images of another size."""
-    try:
-        return model(inputs)
-    except AssertionError as error:  # of timm's and torchvision's transformers
-        if not _WRONG_SIZE.search(str(error)):
-            raise
-        height, width = inputs.shape[-2:]
-        raise ConfigError(
-            f"the model does not take images of {height} x {width} pixels ({error}): set "
-            "data.image_size and data.eval_size to its size, or build it for yours with "
-            f"--model.args {'img_size' if 'Input' in str(error) else 'image_size'}={height}."
-        ) from error

@@ -1,28 +1,47 @@
-"""The weights that a model starts from: what of them fits, and what is new."""
+"""The weights that a model starts from: of torchvision, timm, the Hub, a file or a run; what of
+them fits, and what is new."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import fcntl
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.config.sections import ModelConfig
-from raytrain_ddp.errors import ConfigError, did_you_mean, first_names
+from raytrain_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    PreflightError,
+    did_you_mean,
+    first_names,
+)
 from raytrain_ddp.files import absolute, expanded
-from raytrain_ddp.tasks.model_zoo import TIMM, build, check_model, known_weights, timm_name
-from raytrain_ddp.tasks.weight_sources import (
-    FILES,
-    HUB,
-    needed_arguments,
-    pretrained_state,
-    stored_state,
-    weights_field,
+from raytrain_ddp.tasks.model_parts import head_of, nonfinite
+from raytrain_ddp.tasks.model_zoo import (
+    TIMM,
+    arguments,
+    build,
+    check_model,
+    known_weights,
+    split_name,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from raytrain_ddp.checkpoint.committed import Checkpoint
+
+    State = Mapping[str, Tensor]
+
+_FILES = (".safetensors", ".pth", ".pt", ".bin")
+_HUB = "hf-hub:"  # timm's prefix of a repository of the Hugging Face Hub
 _MOST = 0.8
 """Share of the parameters outside the head that a file or run must have. Of two different ResNets
 about half fit by chance."""
@@ -43,50 +62,23 @@ def check_weights(
     """
     check_model(config.name)
     name, weights = config.name, config.weights
-    if weights is None or weights.startswith(HUB) or is_named(config):
-        return config
-    place = Path(weights) if "://" in weights else expanded(weights)
-    if weights.endswith(FILES):
-        if not place.is_file() and not is_begun():
-            raise ConfigError(f"model.weights = {weights!r}: there is no such file.")
-        return replace(config, weights=absolute(place))
-    if "://" in weights or (place.is_absolute() and is_begun()):
+    if weights is None or weights.startswith(_HUB) or "://" in weights or _of_library(config):
         return config
     from raytrain_ddp.checkpoint.run_folder import path_of_run  # PyArrow, for files of runs only
 
-    folder = Path(path_of_run(str(place), storage))
-    if folder.is_dir():
-        return replace(config, weights=absolute(folder))
-    known = known_weights(name)
-    runs = [path.name for path in Path(storage).glob("*/")] if Path(storage).is_dir() else []
+    place = expanded(weights)
+    if not weights.endswith(_FILES):
+        place = Path(path_of_run(str(place), storage))
+    if place.exists() or is_begun():
+        return replace(config, weights=absolute(place))
+    known, runs = known_weights(name), [path.name for path in Path(storage).glob("*/")]
     own = f"{name} has {', '.join(known)}" if known else f"{name} has no weights of its own"
     if "://" in storage:
         own = f"{own}, and a run in {storage} needs its whole URI"
     raise ConfigError(
         f"model.weights = {weights!r}: {own}.{did_you_mean(weights, [*known, *runs])} It may "
-        f"also be a file ({', '.join(FILES)}), a run, or a checkpoint; none is there."
+        f"also be a file ({', '.join(_FILES)}), a run, or a checkpoint; none is there."
     )
-
-
-def is_named(config: ModelConfig) -> bool:
-    """Whether these are torchvision's or timm's own pretrained weights for this model.
-
-    Raises:
-        ConfigError: `weights` and the tag in the model's name differ.
-    """
-    if not config.name.startswith(TIMM):
-        return config.weights in known_weights(config.name)
-    model, tag = timm_name(config.name)
-    if config.weights in (None, "DEFAULT", tag):
-        return bool(tag) or config.weights is not None
-    if config.weights not in known_weights(config.name):
-        return False
-    if tag:
-        raise ConfigError(
-            f"model.weights = {config.weights!r}: model.name = {config.name!r} already names its "
-            f"weights. Set --model.name {TIMM}{model}.{config.weights}."
-        )
-    return True
 
 
 def begun_model(
@@ -103,13 +95,13 @@ def begun_model(
         PreflightError: the weights cannot be downloaded.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    named = is_named(config)
-    model = build(config, classes, needed_arguments(config) if named else None)
-    if not load or (config.weights is None and not named):
+    own, weights = _of_library(config), config.weights
+    model = build(config, classes, _needed_arguments(config.name, own))
+    if not load or not (own or weights):
         return model, ""
-    if named:
-        return model, _begin(config, model, pretrained_state(config), 1.0)
-    state, known = stored_state(str(config.weights))
+    if own:
+        return model, _begin(config, model, _state_of_library(config, own), 1.0)
+    state, known = stored_state(str(weights))
     new_head = bool(names and known) and [*known] != [*names]
     return model, _begin(config, model, state, _MOST, new_head)
 
@@ -125,12 +117,113 @@ def normalization_note(model: nn.Module, mean: Sequence[float], std: Sequence[fl
     return f"Its weights were trained with {flags}; this run has others."
 
 
+def _of_library(config: ModelConfig) -> str:
+    """The pretrained weights of torchvision or timm that the config names; "" for none, and for
+    others.
+
+    Raises:
+        ConfigError: `weights` and the tag in the model's name differ.
+    """
+    (model, tag), weights = split_name(config.name), config.weights
+    if weights in (None, tag) or (tag and weights == "DEFAULT"):
+        return tag
+    if weights not in known_weights(config.name):
+        return ""
+    if tag:
+        raise ConfigError(
+            f"model.weights = {weights!r}: model.name = {config.name!r} already names its weights. "
+            f"Set --model.name {model}.{weights}."
+        )
+    return str(weights)
+
+
+def _needed_arguments(model: str, weights: str) -> dict[str, Any]:
+    """What torchvision's builders themselves set with its weights."""
+    if weights and model in ("googlenet", "inception_v3"):
+        return {"transform_input": True}
+    if weights and model.startswith(("vit_", "maxvit")):
+        from torchvision.models import get_model_weights
+
+        size = get_model_weights(model)[weights].meta["min_size"]
+        return {"image_size": size[0]} if model.startswith("vit_") else {"input_size": size}
+    return {}
+
+
+def _state_of_library(config: ModelConfig, weights: str) -> State:
+    """The state of the pretrained model of torchvision or timm, with its own head."""
+    make: Callable[[], Any]
+    if config.name.startswith(TIMM):
+        import timm
+
+        full = split_name(config.name)[0].removeprefix(TIMM)
+        full = full if weights == "DEFAULT" else f"{full}.{weights}"
+        place = f"timm's {full}"
+        make = partial(timm.create_model, full, pretrained=True, **arguments(config))
+    else:
+        from torchvision.models import get_model, get_model_weights
+
+        wanted = get_model_weights(config.name)[weights]
+        place, make = wanted.url, partial(get_model, config.name, weights=wanted, progress=False)
+    with _downloads(_field(config), place):
+        return make().state_dict()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _downloads(given: str, place: str) -> Iterator[None]:
+    """For one process of a node at a time: the others find its files. Raises PreflightError if what
+    is called in this context fails."""
+    lock = f"{tempfile.gettempdir()}/raytrain-downloads-{os.getuid()}.lock"
+    try:
+        with open(lock, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+    except Exception as error:  # of the network, as the Hub's libraries raise many kinds
+        reason = " ".join(str(error).split())
+        raise PreflightError(
+            f"{given}: {place} cannot be downloaded ({reason}). Or download the file elsewhere, "
+            "and set model.weights to it."
+        ) from error
+
+
+def stored_state(weights: str) -> tuple[State, Sequence[str]]:
+    """Tensors of a file or a run, and the class names if these are known. Nothing in it is run:
+    what needs more than tensors is refused."""
+    from timm.models import load_state_dict, load_state_dict_from_hf
+    from torch import Tensor
+
+    field = f"model.weights = {weights!r}"
+    if weights.startswith(_HUB):
+        with _downloads(field, weights):
+            return load_state_dict_from_hf(weights.removeprefix(_HUB), weights_only=True), ()
+    if not weights.endswith(_FILES):
+        from raytrain_ddp.checkpoint.run_folder import recorded_classes, with_checkpoint
+
+        def read(found: Checkpoint) -> tuple[State, Sequence[str]]:
+            return found.tensors("model.safetensors"), recorded_classes(found)
+
+        try:
+            return with_checkpoint(weights, None, read)
+        except (CheckpointError, ConfigError) as error:
+            raise type(error)(f"{field}: {error}") from None
+    try:
+        if zipfile.is_zipfile(weights):  # torch does not compare the checksums that it writes
+            with zipfile.ZipFile(weights) as parts:
+                if damaged := parts.testzip():
+                    raise ValueError(f"{damaged} in it is damaged")
+        state = load_state_dict(weights, weights_only=True)  # also of timm's own training
+    except Exception as error:  # a damaged file raises many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        for end in (" No automatic unsafe", " This is an internal"):  # its advice, its cause
+            reason = reason.partition(end)[0]
+        raise ConfigError(f"{field}: it cannot be read: {reason.rstrip('.')}.") from error
+    other = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise ConfigError(f"{field}: its {other!r} is not a tensor: save model.state_dict().")
+    return state, ()
+
+
 def _begin(
-    config: ModelConfig,
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    most: float,
-    new_head: bool = False,
+    config: ModelConfig, model: nn.Module, state: State, most: float, new_head: bool = False
 ) -> str:
     """Copies what fits; says what does not, and what is new.
 
@@ -138,47 +231,50 @@ def _begin(
         new_head: the head is for other classes, though maybe as many.
 
     Raises:
-        ConfigError: less than `most` of the parameters outside the head fit.
+        ConfigError: less than `most` of the parameters outside the head fit, or the model is not
+            finite now.
     """
-    from raytrain_ddp.tasks.model_parts import head_of
-
     own, head = model.state_dict(), head_of(model)
-    fits = {key: t for key, t in state.items() if key in own and _is_alike(own[key], t)}
-    other_head = [fits.pop(key) for key in head if new_head and key in fits]
-    new = [_shaped(key, own, state) for key in own if key not in fits]
-    unused = [_shaped(key, state, {}) for key in state if key not in own]
+    fits = {
+        key: tensor
+        for key, tensor in state.items()
+        if key in own and tensor.shape == own[key].shape and not (new_head and key in head)
+        if tensor.is_floating_point() == own[key].is_floating_point()
+    }
+    new = model.load_state_dict(fits, strict=False).missing_keys
     body = {key: p.numel() for key, p in model.named_parameters() if key not in head}
-    fitting = sum(size for key, size in body.items() if key in fits)
-    share = fitting / max(1, sum(body.values()))
-    weights = config.weights or timm_name(config.name)[1]
-    summary = f"Start from {weights}: {len(fits)} of {len(own)} tensors of {config.name} fit"
-    misfits = [_shaped(key, own, state) for key in body if key not in fits]
+    share = 1 - sum(body.get(key, 0) for key in new) / max(1, sum(body.values()))
     if share < most:
+        misfits = _some([key for key in new if key in body], own, state)
         raise ConfigError(
-            f"{weights_field(config)}: only {share:.0%} of the parameters of {config.name} "
-            f"outside its head fit. Not there, of another shape or type: {_some(misfits)}."
+            f"{_field(config)}: only {share:.0%} of the parameters of {config.name} outside its "
+            f"head fit. Not there, of another shape or type: {misfits}."
         )
-    for key, tensor in fits.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ConfigError(
-                f"{weights_field(config)}: {key} has values that are not finite (NaN, inf)."
-            )
-    model.load_state_dict({**own, **fits})
-    why = " for other classes" if other_head else ""
-    parts = [f"new{why}: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
-    return "; ".join([summary, *parts]) + "."
+    if lost := nonfinite(model):
+        raise ConfigError(f"{_field(config)}: not finite (NaN, inf): {first_names(lost, _NAMED)}.")
+    weights = config.weights or split_name(config.name)[1]
+    parts = [f"Start from {weights}: {len(fits)} of {len(own)} tensors of {config.name} fit"]
+    if new:
+        why = " for other classes" if new_head else ""
+        parts.append(f"new{why}: {_some(new, own, state)}")
+    if unused := [key for key in state if key not in own]:
+        parts.append(f"not used: {_some(unused, state, {})}")
+    return "; ".join(parts) + "."
 
 
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same shape, and are both floating-point numbers or both not."""
-    return one.shape == other.shape and one.is_floating_point() == other.is_floating_point()
+def _field(config: ModelConfig) -> str:
+    """The field that names the weights, with its value."""
+    if config.weights is None:
+        return f"model.name = {config.name!r}"
+    return f"model.weights = {config.weights!r}"
 
 
-def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    shape = "x".join(map(str, of[key].shape)) or "1"
-    there = f", there {'x'.join(map(str, other[key].shape)) or '1'}" if key in other else ""
-    return f"{key} ({shape}{there})"
+def _some(names: Sequence[str], of: State, other: State) -> str:
+    """The first names, with their shapes and the other ones: ``fc.bias (5, there 1000)``."""
 
+    def shape(tensor: Tensor) -> str:
+        return "x".join(map(str, tensor.shape)) or "1"
 
-def _some(names: list[str]) -> str:
-    return first_names(names, _NAMED, ", and ")
+    there = {key: f", there {shape(tensor)}" for key, tensor in other.items()}
+    shown = [f"{key} ({shape(of[key])}{there.get(key, '')})" for key in names]
+    return first_names(shown, _NAMED, ", and ")

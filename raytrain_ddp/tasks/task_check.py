@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
 _OF_RESULT = ("step", "skipped")  # keys next to the metrics in an evaluation result
-_WRAPPERS = {
-    "torch.DataParallel": "a DataParallel: return the module inside it",
-    "torch.DistributedDataParallel": "in DistributedDataParallel: return the module inside it",
-    "torch.FullyShardedDataParallel": "in FullyShardedDataParallel: return the module inside it",
-    "torch.FSDPModule": "sharded: do not call fully_shard",
-}
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -46,21 +41,13 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         raise refused(task.model, model, "a torch.nn.Module", hint)
     for name, module in model.named_modules():
         called = name or type(module).__name__
-        if kind := next(filter(_WRAPPERS.get, map(_full_name, type(module).__mro__)), None):
-            hint = f" {called} is {_WRAPPERS[kind]}; raytrain_ddp does that itself."
+        if wrapper := _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}:
+            hint = f" {called} is a {wrapper.pop()}: return the module inside; it is wrapped later."
             raise refused(task.model, model, "a model that is not wrapped", hint)
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(map(nn.parameter.is_lazy, tensors)):
-            hint = f" {called} has no weights yet: call the model with a batch in model()."
-            raise refused(task.model, model, "a model without lazy layers", hint)
-        if any(each.is_meta for each in tensors):
-            hint = (
-                f" {called} is on the meta device: call to_empty(device='cpu') and initialize it."
-            )
+        if any(nn.parameter.is_lazy(each) or each.is_meta for each in tensors):
+            hint = f" {called} is lazy, or on the meta device: call the model once, or to_empty()."
             raise refused(task.model, model, "a model with weights", hint)
-        if any(each.is_inference() for each in tensors):
-            hint = f" {called} was made under torch.inference_mode(), so it has no gradients."
-            raise refused(task.model, model, "a model that can be trained", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"
         hint = " All parameters are frozen (requires_grad is False), or there are none."
@@ -71,11 +58,6 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
             "Initialize parameters with finite values, and buffers with values other than nan."
         )
     return model
-
-
-def _full_name(kind: type) -> str:
-    """With its package only, as modules move within it."""
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def require_dense(task: Task, model: nn.Module) -> None:
@@ -109,22 +91,16 @@ def eval_data_of(task: Task, seed: int) -> Data | None:
 
 
 def _data(function: Any, data: Any, empty: str) -> Data:
-    if not isinstance(data, Data):
+    source = data.source if isinstance(data, Data) else data
+    if not isinstance(data, Data) or not isinstance(source, Source):
         hint = ""
-        if hasattr(data, "dataset"):  # a DataLoader
-            hint = (
-                " Return Data(MapSource(loader.dataset), collate): raytrain_ddp makes the batches."
-            )
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if hasattr(source, "dataset"):  # a DataLoader
+            hint = " Batches are made later: return Data(MapSource(loader.dataset), collate)."
+        elif hasattr(source, "__getitem__"):
             hint = " Return Data(MapSource(dataset), collate)."
-        raise refused(function, data, "a raytrain_ddp.Data", hint)
-    if not isinstance(data.source, Source):
-        hint = f" A {type(data.source).__name__} is none."
-        if hasattr(data.source, "dataset") and hasattr(data.source, "batch_size"):
-            hint += " Wrap its data set: MapSource(loader.dataset)."
-        elif hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):
-            hint += " Wrap it: MapSource(dataset), or IterableSource(dataset) for an iterable one."
-        raise refused(function, data, "a Data whose source is a raytrain_ddp.Source", hint)
+        elif hasattr(source, "__iter__"):
+            hint = " Return Data(IterableSource(dataset), collate)."
+        raise refused(function, source, "a raytrain_ddp.Data of a raytrain_ddp.Source", hint)
     if not data.rows:
         raise DataError(empty)
     return data
@@ -143,12 +119,9 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
         if name in _OF_RESULT:
             free = f"metrics with names other than {name!r}, which is reserved"
             raise refused(function, metrics, free)
-        lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
-        if isinstance(metric, type):
-            raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")
-        if lacking and not hasattr(metric, "items"):  # a collection is checked by its metrics
-            hint = f" {name!r} is of class {type(metric).__name__}, which has no {lacking[0]}()."
-            raise refused(function, metrics, wanted, hint)
+        is_metric = hasattr(metric, "items") or all(hasattr(metric, each) for each in _OF_METRIC)
+        if isinstance(metric, type) or not is_metric:
+            raise refused(function, metrics, wanted, f" {name!r} is {_described(metric)}.")
     return metrics  # type: ignore[no-any-return]
 
 
@@ -157,10 +130,18 @@ def loss_of_task(task: Task, result: Any, needs_gradient: bool) -> tuple[Tensor,
     scalars to be logged beside it, of shape (), detached."""
     import torch
 
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        return _require_loss(task, result, needs_gradient), {}
-    loss, scalars = _require_loss(task, result[0], needs_gradient), {}
-    for name, value in result[1].items():
+    has_scalars = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss, given = result if has_scalars else (result, {})
+    is_loss = isinstance(loss, torch.Tensor) and not loss.ndim and loss.is_floating_point()
+    if not is_loss or (needs_gradient and not loss.requires_grad):
+        hint = (
+            " Take the mean over the samples; do not detach it (.item(), torch.no_grad()). To log "
+            "scalars with it, return (loss, {name: scalar})."
+        )
+        wanted = "a floating-point tensor of shape (), which depends on parameters that are trained"
+        raise refused(task.loss, loss, wanted, hint)
+    scalars = {}
+    for name, value in given.items():
         number = value
         if isinstance(value, Real):
             number = torch.as_tensor(value if isinstance(value, int | float) else float(value))
@@ -171,26 +152,6 @@ def loss_of_task(task: Task, result: Any, needs_gradient: bool) -> tuple[Tensor,
             raise refused(task.loss, result, f"other names of scalars than {', '.join(_OF_LOG)}")
         scalars[name] = number.detach().reshape(())
     return loss, scalars
-
-
-def _require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
-    import torch
-
-    is_tensor = isinstance(loss, torch.Tensor)
-    if not is_tensor or loss.ndim or not loss.is_floating_point():
-        hint = ""
-        if is_tensor and loss.ndim:
-            hint = " Take its mean over the samples."
-        elif isinstance(loss, Mapping | tuple | list):
-            hint = " Return the loss, or (loss, {name: scalar}) to log scalars with it."
-        raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
-    if needs_gradient and not loss.requires_grad:
-        hint = (
-            " It was detached, computed without gradients (.item(), .detach(), torch.no_grad()), "
-            "or depends on frozen parameters only."
-        )
-        raise refused(task.loss, loss, "a loss that depends on the model's parameters", hint)
-    return loss  # type: ignore[no-any-return]
 
 
 def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:

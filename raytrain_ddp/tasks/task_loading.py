@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
-import traceback
 from contextlib import nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -88,20 +86,27 @@ def imported(field: str, name: str) -> Any:
     if place == "__main__":
         module: Any = sys.modules["__main__"]
     else:
-        in_file = place.endswith(".py")
-        own = Path(place).stem if in_file else place
+        in_file, file = place.endswith(".py"), Path(place)
+        own, folder = file.stem if in_file else place, str(file.resolve().parent)
+        # On another machine the file is elsewhere: Ray has put its folder on the import path there.
+        if in_file and file.is_file() and folder not in sys.path:
+            sys.path.insert(0, folder)
         try:
-            module = _load_file(Path(place)) if in_file else importlib.import_module(place)
+            module = importlib.import_module(own)  # so that its objects can be pickled
         except ModuleNotFoundError as error:
             if error.name is None or not f"{own}.".startswith(f"{error.name}."):
                 raise  # of a module that it imports itself
-            raise _no_such_place(field, name) from None
+            raise _absent(field, name) from None
         except SystemExit as error:
-            raise _ended(f"{field} = {name!r}", error) from error
+            raise TaskError(
+                f"{field} = {name!r}: its module ends the process while it is imported "
+                "(sys.exit(), or arguments that a parser refuses). Put what a script does under "
+                'if __name__ == "__main__".'
+            ) from error
         except ImportError as error:
             if not in_file or "no known parent package" not in str(error):
                 raise
-            module_name = ".".join(Path(place).with_suffix("").parts)
+            module_name = ".".join(file.with_suffix("").parts)
             raise ConfigError(
                 f"{field} = {name!r}: the file has relative imports, which need its package: name "
                 f"the module, such as {module_name}:{object_name}."
@@ -111,16 +116,6 @@ def imported(field: str, name: str) -> Any:
     raise ConfigError(
         f"{field} = {name!r}: {place} has no {_KINDS[field]} {object_name!r}."
         f"{did_you_mean(object_name, vars(module))}"
-    )
-
-
-def _ended(what: str, error: SystemExit) -> TaskError:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if user_code.is_foreign(f.filename)] or frames
-    where = f"{own[-1].filename}, line {own[-1].lineno}"
-    return TaskError(
-        f"{what}: {where} ends the process while the module is imported (sys.exit(), or arguments "
-        'that a parser refuses). Put what a script does under if __name__ == "__main__".'
     )
 
 
@@ -147,52 +142,30 @@ def check_task_name(name: str) -> None:
 
 
 def check_place(field: str, name: str) -> None:
-    """Raises ConfigError if there is no such module or file; does not run it."""
+    """Raises ConfigError if there is no such module or file, or a file does not define, assign or
+    import the name; does not run it."""
     place, _, object_name = name.rpartition(":")
-    if user_code.has(Path(place).stem if place.endswith(".py") else place):
+    file, in_file, defined = Path(place), place.endswith(".py"), object_name.partition(".")[0]
+    if user_code.has(file.stem if in_file else place) or place == "__main__":
         return  # the driver has checked it
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise _no_such_place(field, name)
-        _check_defined(field, name, Path(place), object_name.partition(".")[0])
-    elif place != "__main__" and importlib.util.find_spec(place.partition(".")[0]) is None:
-        raise _no_such_place(field, name)
-
-
-def _no_such_place(field: str, name: str) -> ConfigError:
-    place = name.rpartition(":")[0]
-    if not place.endswith(".py"):
-        return ConfigError(f"{field} = {name!r}: no module {place!r} can be imported from here.")
-    where = "" if Path(place).is_absolute() else f" in {Path.cwd()}"
-    text = f"{field} = {name!r}: there is no file {place}{where}."
-    return ConfigError(f"{text} Run the command in the file's folder." if where else text)
-
-
-def _check_defined(field: str, name: str, path: Path, defined: str) -> None:
-    """Parses the file without running it; accepts names that it assigns or imports, too."""
+    if not in_file:
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            raise _absent(field, name)
+        return
+    if not file.is_file():
+        raise _absent(field, name)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field} = {name!r}: {path} is not valid Python: {error}.") from None
-    nodes = list(ast.walk(tree))
-    named = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.alias))}
-    named |= {n.asname for n in nodes if isinstance(n, ast.alias) and n.asname}
-    named |= {n.id for n in nodes if isinstance(n, ast.Name)}
-    if defined not in named:
-        kinds = ast.ClassDef if field == "task" else (ast.ClassDef, ast.FunctionDef)
-        meant = [node.name for node in nodes if isinstance(node, kinds)]
+        names = compile(file.read_bytes(), place, "exec", dont_inherit=True).co_names
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{field} = {name!r}: {place} is not valid Python: {error}.") from None
+    if defined not in names:
         raise ConfigError(
-            f"{field} = {name!r}: {path} has no {_KINDS[field]} {defined!r}."
-            f"{did_you_mean(defined, meant)}"
+            f"{field} = {name!r}: {place} has no {_KINDS[field]} {defined!r}."
+            f"{did_you_mean(defined, names)}"
         )
 
 
-def _load_file(path: Path) -> object:
-    """Imports a file by its stem, so that its objects can be pickled by reference.
-
-    On another machine the file is elsewhere: Ray has put its folder on the import path there.
-    """
-    folder = str(path.resolve().parent)
-    if path.is_file() and folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(path.stem)
+def _absent(field: str, name: str) -> ConfigError:
+    place = name.rpartition(":")[0]
+    kind = "file" if place.endswith(".py") else "module"
+    return ConfigError(f"{field} = {name!r}: there is no {kind} {place!r} in {Path.cwd()}.")

@@ -9,7 +9,7 @@ import dis
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from types import CodeType
@@ -35,41 +35,29 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 _ATTRIBUTES = ("monitor", "goal", "unit")
 _KNOWN = {*_ARGUMENTS, *_OPTIONAL, *_ATTRIBUTES, "per_class_metrics", "predict", "class_names"}
-_ELSEWHERE = {
-    "optimizer(model) returns an optimizer or parameter groups, if not as --optim.* says": (
-        "configure_optimizers configure_optimizer optimizers get_optimizer create_optimizer "
-        "make_optimizer"
+_ELSEWHERE = {  # names of other frameworks
+    r"\w*optimizers?": "optimizer(model) returns one or parameter groups, if not as --optim.* says",
+    r"\w*schedulers?|lr|learning_rate": (
+        "schedule(step) returns a factor of the learning rate, if not as --schedule.* says"
     ),
-    "schedule(step) returns a factor of the learning rate, if not as --schedule.* says": (
-        "scheduler schedulers lr_scheduler lr_schedulers get_scheduler create_scheduler "
-        "configure_scheduler lr learning_rate"
+    r"on_train_batch_end|on_(after_)?step(_end)?|optimizer_step|after_update|post_step": (
+        "after_step(model, step) follows an update"
     ),
-    "after_step(model, step) follows an update": (
-        "on_train_batch_end on_after_step on_step_end optimizer_step after_update post_step"
+    r"train(ing)?_step|(compute_)?loss(_fn|_function)?|criterion|forward|backward": (
+        "training minimizes loss(model, batch)"
     ),
-    "the config sets it (--optim.clip-norm)": "configure_gradient_clipping",
-    "training minimizes loss(model, batch)": (
-        "training_step train_step compute_loss loss_fn loss_function criterion forward backward"
+    r"(val|validation|test|eval)_step|validate|evaluation|eval|compute_metrics": (
+        "evaluate(model, batch, metrics) evaluates a batch"
     ),
-    "evaluate(model, batch, metrics) evaluates a batch": (
-        "validation_step test_step eval_step validate evaluation eval compute_metrics val_step"
+    r"(get_)?train(ing)?_(data)?(loader|set)?": "train_data() returns the training data",
+    r"(get_)?(val|valid|validation|test|eval)_(data)?(loader|set)?": (
+        "eval_data() returns the evaluation data"
     ),
-    "train_data() returns the training data": (
-        "train_dataloader get_train_dataloader train_loader train_dataset training_data"
-    ),
-    "eval_data() returns the evaluation data": (
-        "val_dataloader test_dataloader get_eval_dataloader val_loader val_data val_dataset "
-        "valid_data validation_data test_data test_dataset eval_dataset"
-    ),
-    "the config sets it (--epochs, --batch-size)": "epochs max_epochs num_epochs batch_size",
-    "only the protocol's methods are called; do it in one of them": (
-        "setup teardown prepare_data configure_model configure_callbacks callbacks "
-        "training_epoch_end validation_epoch_end training_step_end validation_step_end"
+    r"(max_|num_)?epochs|batch_size|configure_gradient_clipping": "the config sets it",
+    r"setup|teardown|prepare_data|callbacks|(on|configure)_\w+|\w+_(epoch|step)_end": (
+        "there are no hooks; do it in loss(), evaluate() or the constructor"
     ),
 }
-_FOREIGN = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
-_HOOK = re.compile(r"(on|configure)_\w+")
-_NO_HOOKS = "there are no hooks; do it in loss() or evaluate()"
 
 
 def check_task(task: Any) -> None:
@@ -80,41 +68,28 @@ def check_task(task: Any) -> None:
             nothing calls a method.
     """
     kind = task if isinstance(task, type) else type(task)
-    where = _place_of_class(kind)
-    lacking = [name for name in _ARGUMENTS if _own(kind, name) is None and name not in _vars(task)]
-    lacking += [name for name in _ATTRIBUTES if not hasattr(task, name)]
-    if lacking:
-        own = [name for each in _classes(kind) for name in vars(each) if name not in _KNOWN]
-        meant = "".join(
-            f" Should {close[0]!r} be {name!r}?"
-            for name in lacking
-            if (close := get_close_matches(name, own, n=1, cutoff=0.7))
-        )
-        parts = ", no ".join(f"{n}()" if n in _ARGUMENTS else n for n in lacking)
-        raise TaskError(
-            f"{where}: {kind.__qualname__} has no {parts}, which a task requires.{meant}"
-        )
+    what = f"{_place_of_class(kind)}: {kind.__qualname__}"
     if not issubclass(kind, Task):
         raise TaskError(
-            f"{where}: {kind.__qualname__} is not a subclass of raytrain_ddp.Task: derive it from "
-            "raytrain_ddp.Task."
+            f"{what} is not a subclass of raytrain_ddp.Task: derive it from raytrain_ddp.Task."
         )
-    given = [name for name in _OPTIONAL if getattr(task, name) is not None]
-    for name in (*_ARGUMENTS, *given):
-        arguments = {**_ARGUMENTS, **_OPTIONAL}[name]
-        if name == "loss" and "optimizer" in given and _takes_one_more(task, kind):
-            continue  # one for each of several optimizers; which it is, is known with a model
-        _check_arguments(task, kind, name, arguments)
+    own = [name for each in _classes(kind) for name in vars(each) if name not in _KNOWN]
+    lacking = [name for name in _ARGUMENTS if _static(task, name) in (None, vars(Task)[name])]
+    if lacking:
+        close = {name: get_close_matches(name, own, n=1, cutoff=0.7) for name in lacking}
+        meant = "".join(f" Should {c[0]!r} be {name!r}?" for name, c in close.items() if c)
+        raise TaskError(f"{what} has no {'(), no '.join(lacking)}(), which a task requires.{meant}")
+    for name, arguments in {**_ARGUMENTS, **_OPTIONAL}.items():
+        if getattr(task, name) is not None:
+            _check_arguments(task, kind, name, arguments)
     if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
-        raise TaskError(f"{where}: monitor and unit of {kind.__qualname__} must be strings.")
+        raise TaskError(f"{what}: monitor and unit must be strings.")
     if task.goal not in ("min", "max") and not isinstance(task.goal, property):
-        raise TaskError(f"{where}: goal = {task.goal!r} of {kind.__qualname__} must be min or max.")
-    for name in _idle(task, kind):
-        close = get_close_matches(name, _KNOWN, n=1, cutoff=0.8)
-        why = f"did you mean {close[0]!r}?" if close else _NO_HOOKS
+        raise TaskError(f"{what}: goal = {task.goal!r} must be min or max.")
+    for name, meant in _idle(task, kind):
         raise TaskError(
-            f"{where}: nothing uses {kind.__qualname__}.{name}: {_FOREIGN.get(name, why)}. If it "
-            "is for your own use, rename it."
+            f"{_place_of_class(kind)}: nothing uses {kind.__qualname__}.{name}: {meant}. If it is "
+            "for your own use, rename it."
         )
 
 
@@ -133,29 +108,20 @@ def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
             )
         return
     signature = inspect.signature(made_by)
-    parameters = list(signature.parameters.values())
-    named = [p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes = [each.name for each in named]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    for option in options:
-        if option not in takes and not takes_any:
-            raise ConfigError(
-                f"task_options: {name} has no option {option!r}.{did_you_mean(option, takes)} "
-                f"Its options: {', '.join(takes) or 'none'}."
-            )
-    for each in named:
-        if each.default is each.empty and each.name not in options:
-            raise ConfigError(
-                f"task_options: {name} needs {each.name!r}: --task-options {each.name} VALUE."
-            )
-    typed_options(made_by, options)
+    first, *takes = [*signature.parameters, ""]
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        where = _place_of_class(made_by)
-        raise TaskError(
-            f"{where}: {name} must take the config as its first argument ({error})."
+        if not first:
+            text = f"{_place_of_class(made_by)}: {name} must take the config as its first argument."
+            raise TaskError(text) from None
+        unknown = next((each for each in options if each not in takes), "")
+        problem = f"has no option {unknown!r}" if unknown else f"cannot be called: {error}"
+        own = ", ".join(filter(None, takes)) or "none"
+        raise ConfigError(
+            f"task_options: {name} {problem}.{did_you_mean(unknown, takes)} Its options: {own}."
         ) from None
+    typed_options(made_by, options)
 
 
 def typed_options(made_by: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,78 +156,51 @@ def has_constructor(made_by: Any) -> bool:
     return inspect.getattr_static(made_by, "__init__") is not object.__init__
 
 
-def _own(kind: type, name: str) -> Any:
-    """The class's attribute of that name, unless it is the base class's."""
-    found = inspect.getattr_static(kind, name, None)
-    return None if found is vars(Task).get(name) else found
+def _static(task: Any, name: str) -> Any:
+    """The attribute of an object or a class as it is stored; None: there is none."""
+    return inspect.getattr_static(task, name, None)
 
 
-def _vars(task: Any) -> Mapping[str, Any]:
-    return {} if isinstance(task, type) else getattr(task, "__dict__", {})
-
-
-def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...]) -> None:
-    method = getattr(task, name)
-    is_unbound = _is_unbound(task, kind, name)
-    if isinstance(method, property) or isinstance(_own(kind, name), property | cached_property):
+def _check_arguments(task: Any, kind: type, name: str, arguments: Sequence[str]) -> None:
+    found, method = _static(task, name), getattr(task, name)
+    if isinstance(found, property | cached_property):
         return  # dynamic: what it returns is called later
-    if not callable(method):
-        raise TaskError(
-            f"{_place_of_class(kind)}: {kind.__qualname__}.{name} is a {type(method).__name__}; "
-            "expected a method."
-        )
+    is_unbound = isinstance(task, type) and inspect.isfunction(found)
     try:
         signature = inspect.signature(method)
+        if name == "loss" and len(signature.parameters) > len(arguments) + is_unbound:
+            arguments = (*arguments, "name")  # of one of several optimizers
+        signature.bind(*(["self"] if is_unbound else []), *arguments)
     except ValueError:
-        return  # written in C: it has none
-    try:
-        signature.bind(*([None] if is_unbound else []), *arguments)
+        return  # written in C: it has no signature
     except TypeError as error:
-        code = _code(_own(kind, name))
+        code = _code(found)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
         hint = " Is self missing?" if is_unbound and "self" not in signature.parameters else ""
         raise TaskError(
-            f"{where}, in {kind.__qualname__}.{name}: it takes {signature}, but "
-            f"it is called with ({', '.join(arguments)}): {error}.{hint}"
+            f"{where}, in {kind.__qualname__}.{name}: it is called with ({', '.join(arguments)}): "
+            f"{error}.{hint}"
         ) from None
 
 
-def _is_unbound(task: Any, kind: type, name: str) -> bool:
-    """Whether the method takes self: the task is a class, and it is neither static nor bound."""
-    return isinstance(task, type) and inspect.isfunction(_own(kind, name))
-
-
-def _takes_one_more(task: Any, kind: type) -> bool:
-    arguments = [None] * _is_unbound(task, kind, "loss")
-    try:
-        inspect.signature(task.loss).bind(*arguments, "model", "batch", "optimizer")
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _idle(task: Any, kind: type) -> Iterator[str]:
-    """Names that look like hooks of other frameworks and that the task's own code does not use
-    either. Other names are ignored."""
+def _idle(task: Any, kind: type) -> Iterator[tuple[str, str]]:
+    """Names that are almost the protocol's or those of other frameworks, and that the task's own
+    code does not use either; with what may be meant. Other names are ignored."""
     classes = _classes(kind)
-    beneath = {
-        name
-        for each in kind.__mro__
-        if each not in classes and "lightning" not in each.__module__
-        for name in vars(each)
-    }
     used = {name for each in classes for code in _codes(each) for name in _used(code)}
-    for name in dict.fromkeys(name for each in classes for name in vars(each)):
-        if name.startswith("_") or name in _KNOWN or name in used or name in beneath:
-            continue
-        close = get_close_matches(name, _KNOWN, n=1, cutoff=0.8)
-        if close or name in _FOREIGN or _HOOK.fullmatch(name):
-            yield name
-    for name in _vars(task):
+    for each in kind.__mro__:
+        if each not in classes and "lightning" not in each.__module__:
+            used |= {*vars(each)}
+    names = dict.fromkeys(name for each in classes for name in vars(each))
+    own = {} if kind is task else dict.fromkeys(getattr(task, "__dict__", {}))
+    for name in {**names, **own}:
         if name.startswith("_") or name in _KNOWN or name in used:
             continue
-        if get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.8):
-            yield name
+        known, patterns = (_KNOWN, _ELSEWHERE) if name in names else (_ATTRIBUTES, {})
+        meant = [why for pattern, why in patterns.items() if re.fullmatch(pattern, name)]
+        meant += [f"did you mean {each!r}?" for each in get_close_matches(name, known, 1, 0.8)]
+        if meant:
+            yield name, meant[0]
 
 
 def _classes(kind: type) -> list[type]:
@@ -275,16 +214,10 @@ def _classes(kind: type) -> list[type]:
 
 
 def _codes(kind: type) -> Iterator[CodeType]:
+    """Of its methods and properties."""
     for value in vars(kind).values():
-        parts = [value]
-        if isinstance(value, property):
-            parts = [value.fget, value.fset]
-        elif isinstance(value, cached_property):
-            parts = [value.func]
-        for part in parts:
-            code = _code(part)
-            if code is not None:
-                yield code
+        parts = (getattr(value, name, None) for name in ("fget", "fset", "func"))
+        yield from filter(None, map(_code, (value, *parts)))
 
 
 def _code(function: Any) -> CodeType | None:
@@ -293,14 +226,12 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """The attributes that it reads, and its strings, which may be used with getattr."""
+    """The names that it reads, and its strings, which may be used with getattr."""
     for step in dis.get_instructions(code):
-        reads = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER"))
-        if isinstance(step.argval, str) and (reads or step.opname == "LOAD_CONST"):
+        if isinstance(step.argval, CodeType):
+            yield from _used(step.argval)
+        elif isinstance(step.argval, str) and not step.opname.startswith("STORE"):
             yield step.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _used(constant)
 
 
 def _place_of_class(kind: Any) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
@@ -23,13 +23,15 @@ from raytrain_ddp.data.loading.loader import (
     window_for,
 )
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.loading.nested import to_device
+from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.model_parts import begin_training
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import (
     eval_data_of,
+    loss_of_task,
     model_of,
     require_dense,
     train_data_of,
@@ -42,7 +44,7 @@ from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 from raytrain_ddp.training.optimizer.weight_average import average_of
 from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.runtime.seeding import seed_all
-from raytrain_ddp.training.runtime.world import World, set_up
+from raytrain_ddp.training.runtime.world import World, autocast, set_up
 from raytrain_ddp.training.state.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -189,6 +191,11 @@ class Build:
     # ------------------------------------------------------------------ model and state
 
     @cached_property
+    def is_new(self) -> bool:
+        """Whether no weights will be loaded: there is no checkpoint yet, nor a trained model."""
+        return not self.is_begun and newest_manifest(run_storage(self.config)) is None
+
+    @cached_property
     def model(self) -> nn.Module:
         """A new model on this worker's device, not wrapped; all ranks take part.
 
@@ -201,9 +208,7 @@ class Build:
         config, world = self.config, self.world
         own_optimizer = self.task.optimizer is not None
         seed_all(config.seed)
-        # A resumed run needs no pretrained weights: its own are loaded later.
-        is_new = not self.is_begun and newest_manifest(run_storage(config)) is None
-        model = model_of(self.task, is_new)
+        model = model_of(self.task, self.is_new)
         if not config.exact and not own_optimizer:
             require_dense(self.task, model)  # exact or the optimizer may handle sparse
         begin_training(model)
@@ -243,6 +248,24 @@ class Build:
             model.compile()
         return model
 
+    def loss(
+        self, batch: Batch, net: nn.Module, name: str = ""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The task's loss for a batch, shape (), and the scalars with it; in the run's precision.
+
+        Args:
+            net: the model, possibly wrapped in DDP.
+            name: of the optimizer whose loss it is, if there are several.
+
+        Raises:
+            TaskError: the task's loss is not a valid loss.
+        """
+        task, device = self.task, self.world.device
+        with autocast(device, self.config.compute.precision):
+            moved = to_device(batch, device)
+            result = task.loss(net, moved, name) if name else task.loss(net, moved)  # type: ignore[call-arg]
+        return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
+
     @cached_property
     def optimizer(self) -> Optimizer:
         return optimizer_of(self.task, self.model, self.config)
@@ -258,6 +281,11 @@ class Build:
         scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
         average = average_of(self.model, self.optimizer, config.ema)
         return TrainState(self.model, self.optimizer, scaler, average)
+
+    def renew_optimizer(self) -> None:
+        """Makes the optimizer and the state anew when they are needed next; the rates stay."""
+        for name in ("optimizer", "state"):
+            vars(self).pop(name, None)
 
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:

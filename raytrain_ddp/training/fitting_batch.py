@@ -14,10 +14,9 @@ from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
+from raytrain_ddp.training.rehearsal import take_step
 from raytrain_ddp.training.runtime.world import World, device_name, has_bf16, set_up
-from raytrain_ddp.training.steps.warm_up import Forward
+from raytrain_ddp.training.steps.warm_up import naming_remedy
 
 _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
 
@@ -61,20 +60,15 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
     set_up(world, tried.compute)
     build = Build(tried, replace(world, rank=0, size=1))
     with closing(build.data):
-        model, optimizer = build.model, build.optimizer
-        names = turns_of(build.task, optimizer, range(1))(0)
 
         def passes(size: int) -> None:
             batch = build.loader.any_batch(size, tried.data.grow_epochs)
-            kept = _kept(tried, model, world, size)
-            for _ in range(2):  # the second has the state of the optimizer
-                for name in names:
-                    Forward(build, model, name)(batch)[0].backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            kept = _kept(tried, build.model, world, size)
+            for number in range(2):  # the second has the state of the optimizer
+                take_step(build, batch, number)
             del kept
 
-        with naming_nondeterministic(model):
+        with naming_remedy():
             return next((size for size in sizes if _fits(passes, size)), 0)
 
 

@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raytrain_ddp import events, messages
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.recipe import publishable, to_dict
@@ -25,24 +28,21 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.membership.generations import NoStateLeft
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.gradients.reduction import (
-    ExactReduction,
-    broadcast_model,
-)
-from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of, try_evaluation
+from raytrain_ddp.training.gradients.reduction import broadcast_model
+from raytrain_ddp.training.membership import Membership
+from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
-from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.watchdog import Watchdog
 from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
+from raytrain_ddp.training.rehearsal import rehearse, rehearse_evaluation
 from raytrain_ddp.training.runtime.world import (
     device_name,
     require_same_software,
     software_versions,
-    versions_here,
 )
-from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
+from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint, newest_state
 from raytrain_ddp.training.steps.device_feed import Feed
-from raytrain_ddp.training.steps.nonfinite import REMEDY
+from raytrain_ddp.training.steps.nonfinite import REMEDY, handle_nonfinite
 from raytrain_ddp.training.steps.step_decisions import (
     Abandoned,
     Cadence,
@@ -50,12 +50,7 @@ from raytrain_ddp.training.steps.step_decisions import (
     Patience,
 )
 from raytrain_ddp.training.steps.stepper import Stepper
-from raytrain_ddp.training.steps.warm_up import (
-    Forward,
-    require_equal_calls,
-    warm_up,
-    warm_up_notes,
-)
+from raytrain_ddp.training.steps.warm_up import require_equal_calls, warm_up_notes
 
 
 class Run:
@@ -65,6 +60,7 @@ class Run:
 
     Args:
         build: the parts of the run; those that have been made already are used.
+        brought: the state of this process, if it has survived the loss of other ranks.
 
     Attributes:
         cadence: what is due after which step.
@@ -72,15 +68,32 @@ class Run:
         stepper: takes a step.
         feed: yields the samples of each step.
         clock: measures where time goes.
+        has_begun: whether this process has loaded the state with which the training begins.
     """
 
-    def __init__(self, build: Build, session: Session) -> None:
-        self.build, self.session = build, session
-        build.join(session.world)
-        self.clock = Clock(build.world.device)
-        session.watch(self.clock)
+    def __init__(
+        self,
+        build: Build,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        log: Log,
+        brought: Snapshot | None = None,
+    ) -> None:
+        self.build, self.membership = build, membership
+        self.checkpoints, self.log = checkpoints, log
+        self._brought = brought
+        self._watchdog: Watchdog | None = None
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Starts: what is made already is used, and what is newest is loaded."""
+        build, membership, log = self.build, self.membership, self.log
+        build.join(membership.world)
+        self.clock = step_timing.Clock(build.world.device)
+        log.doing = self.clock.also
+        self._watchdog = membership.watch(self.clock, build.config)
         require_same_software(build.world)
-        session.tell(messages.Phase("opening the data"))
+        log.tell(messages.Phase("opening the data"))
         build.open_data()
         splits = build.task.splits if build.world.is_main else None
         self._splits = splits if isinstance(splits, Splits) else None
@@ -88,40 +101,55 @@ class Run:
             self._splits.begin_counting()  # in the background
         self.cadence = Cadence(build.config, build.plan.steps_per_epoch)
         failpoint("start.opened", build.world.rank)
-        session.tell(messages.Phase("preparing the model"))
+        log.tell(messages.Phase("preparing the model"))
         self._warm_up()
         failpoint("start.warmed_up", build.world.rank)
         self._load()
         self.clock.start()
-        session.confirm()  # the weights that rank 0 sent
-        build.is_begun = True
-        session.begin(self._take_live)
+        membership.confirm()  # the weights that rank 0 sent
+        build.is_begun = self.has_begun = True
+        self._brought = None
+
+    def finish(self) -> None:
+        """Waits for the last commit; raises CheckpointError if it failed."""
+        self.close()
+        self.checkpoints.finish()
+        self.log.close(failed=False)
+
+    def close(self) -> None:
+        """From now on, this process may take as long as it likes."""
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     # ------------------------------------------------------------------ the start
 
     def _warm_up(self) -> None:
         """Makes the stepper and the feed; a warm-up shows that they work."""
-        build, session, is_tried = self.build, self.session, bool(self.build.warm_ups)
+        build, log, is_tried = self.build, self.log, bool(self.build.warm_ups)
         build.agree_on_model()
+        rehearse(build, log.tell)
+        if not is_tried:
+            rehearse_evaluation(build, log.tell)
         self.state, self.rates = build.state, build.rates
-        self.stepper = Stepper(build, session, self.clock)
+        refuse = partial(handle_nonfinite, build, log, self.checkpoints)
+        self.stepper = Stepper(build, self.membership, self.clock, refuse)
         self.stepper.warm_up()
         require_equal_calls(build)
-        if not is_tried:
-            try_evaluation(build, session.tell)
-        self.feed = Feed(build, session, self.clock)
+        self.feed = Feed(build, log, self.clock)
         if not build.is_begun:
             self._tell(*_notes(build))
 
     def _load(self) -> None:
         """Loads the newest state, if any, or makes all ranks begin with the same weights."""
-        build, session, state = self.build, self.session, self.state
+        build, task, state = self.build, self.build.task, self.state
         world, identity = build.world, build.identity
         identity.require_alike(world)
-        checkpoint = session.latest(state.existing())
+        mine, rated_by = self._brought, (task.monitor, task.goal)
+        checkpoint = newest_state(self.checkpoints, rated_by, mine, world, state.existing())
         if checkpoint is not None:
             identity.require_same(checkpoint)
         elif build.is_begun:
+            self._brought = None
             text = "neither a usable state nor a checkpoint is left: training starts over"
             raise NoStateLeft(text)
         # The state of survivors from which this start continues.
@@ -136,13 +164,14 @@ class Run:
                 "checkpoint; to use the new value, start a new run with --model.weights "
                 f"{build.config.name}."
             )
-        session.restore_log(log)
+        self.log.restore(log, has_copies=world.is_main)
         self._end_if_over(log)
         failpoint("start.loaded", world.rank, state.step)
-        session.tell(self._plan_event(checkpoint))
+        if self._watchdog is not None:
+            self._watchdog.begin(state.step)
+        self.log.tell(self._plan_event(checkpoint))
         self._logged_step, self._unlogged_s = state.step, 0.0
-        slots = build.plan.slots
-        self._stragglers = step_timing.Stragglers(slots, world.size, world.of_run)
+        self._stragglers = step_timing.Stragglers(build.plan.slots, world)
         evals = [r for r in log if isinstance(r, events.Eval) and r.step == state.step]
         # The metrics of the evaluation after this step.
         self._metrics: Mapping[str, float] = dict(evals[-1].metrics) if evals else {}
@@ -180,14 +209,14 @@ class Run:
             data=self._splits.summary() if self._splits else None,
             resumed_from=str(checkpoint.name) if checkpoint and live is None else None,
             replaced=live.newcomers if live else None,
-            hosts=self.session.hosts,
+            hosts=self.membership.hosts,
             versions=software_versions(),
         )
 
     def _tell(self, *notes: str | None) -> None:
         """Shows the notes that are not empty."""
         for text in filter(None, notes):
-            self.session.tell(events.Note(text))
+            self.log.tell(events.Note(text))
 
     def make_up(self) -> int:
         """Does what was due after the last step and was interrupted.
@@ -197,7 +226,7 @@ class Run:
         if live is not None and (owed := json.loads(live.read(OWED_FILE))):
             self._logged_step, self._unlogged_s = owed["logged_step"], owed["seconds"]
             self.stepper.shares = torch.tensor(owed["shares"], dtype=torch.float64)
-            self.log(self.stepper.shares, self.rates(step - 1)[0])
+            self.record(self.stepper.shares, self.rates(step - 1)[0])
         last = self.cadence.is_over(step)  # a rerun may have fewer epochs
         # The last commit may have ended with rank 0.
         is_newer = live is not None and live.stored_step < step
@@ -221,7 +250,7 @@ class Run:
 
     # ------------------------------------------------------------------ what may follow a step
 
-    def log(self, shares: Tensor, rate: float) -> None:
+    def record(self, shares: Tensor, rate: float) -> None:
         """Logs the step's loss, scalars, and speed since the last record.
 
         This is the only place where the host waits for the device.
@@ -232,20 +261,18 @@ class Run:
         trained_s, phases = self.clock.window()
         self._unlogged_s += trained_s
         trained_s = self._unlogged_s
-        memory = step_timing.peak_memory_bytes(world.device)
-        mine = step_timing.Reading(trained_s, step_timing.in_order(phases), memory)
-        readings = step_timing.gathered(mine, world)
+        measured = step_timing.measured(trained_s, phases, world)
         losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch, steps = build.plan.steps_per_epoch, range(self._logged_step, step)
         samples_per_s = sum(build.plan.samples(s % per_epoch) for s in steps) / trained_s
         timing = step_timing.summary(
-            readings,
+            measured,
             len(steps),
             self.stepper.flops * samples_per_s / world.size,
             step_timing.peak_flops_per_s(device_name(world.device), build.config.compute.precision),
             world.of_run,
         )
-        self.session.log(
+        self.log.add(
             events.Train(
                 step=step,
                 epoch=(step - 1) // per_epoch,
@@ -264,11 +291,11 @@ class Run:
             state.reserve()
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
-            split_s = step_timing.by_rank(readings, len(steps), world.of_run)
-            self.session.tell(events.Ranks(step, split_s))
-        straggler = self._stragglers.look(step, timing.slowest, self.session.hosts)
+            split_s = step_timing.by_rank(measured, len(steps), world.of_run)
+            self.log.tell(events.Ranks(step, split_s))
+        straggler = self._stragglers.look(step, timing.slowest, self.membership.hosts)
         if straggler is not None:
-            self.session.tell(straggler)
+            self.log.tell(straggler)
         self._logged_step, self._unlogged_s = step, 0.0
 
     def evaluate(self) -> tuple[bool, int]:
@@ -283,7 +310,7 @@ class Run:
         if data is None:
             return False, 0
         chunks = chunks_of(data.rows, config.eval_micro_batch, config.limit_eval_batches)
-        watch = EvaluationWatch(self.session, len(chunks))
+        watch = EvaluationWatch(self.membership, len(chunks))
 
         def beat() -> None:
             self.clock.beat()
@@ -291,7 +318,7 @@ class Run:
 
         failpoint("evaluate", build.world.rank, step)
         started = time.monotonic()
-        self.session.tell(messages.Evaluating(step))
+        self.log.tell(messages.Evaluating(step))
         with self.clock.part("evaluation"), state.evaluated():
             threads = replace(build.loader.threads, begin=None)  # nothing else runs meanwhile
             try:
@@ -309,7 +336,7 @@ class Run:
                 "best."
             )
         best = state.improve(step, self._metrics, task.monitor, task.goal)
-        self.session.log(
+        self.log.add(
             events.Eval(
                 step=step,
                 epoch=(step - 1) // build.plan.steps_per_epoch,
@@ -344,17 +371,15 @@ class Run:
         self.stepper.replica_check.require()
         _require_finite(self.state.model, step)
         metrics = self._metrics if self.state.evaluated_step == step else {}
-        snapshot = None
         with self.clock.part("checkpoint"):
             free = time.monotonic()
-            self.session.drain()
+            self.checkpoints.drain()
             waited = time.monotonic() - free
             if world.is_main:
                 snapshot = replace(self._snapshot(metrics), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
-            self.session.commit(snapshot)
-        self.session.saved(time.monotonic() - began - waited)
-        self.session.tell(messages.Pause(time.monotonic() - asked))
+                self.checkpoints.save(snapshot, time.monotonic() - began - waited)
+        self.log.tell(messages.Pause(time.monotonic() - asked))
 
     def _snapshot(self, metrics: Mapping[str, float], to_spare: bool = False) -> Snapshot:
         """`to_spare`: see `TrainState.snapshot`."""
@@ -369,13 +394,16 @@ class Run:
             metrics=metrics,
             finished=self.cadence.is_over(step) and not self._owes_evaluation(),
         )
-        taken = self.state.snapshot(manifest, self.session.records(), to_spare)
+        taken = self.state.snapshot(manifest, self.log.records, to_spare)
         progress = {**taken.documents["state.json"], **build.identity.document()}
         return replace(taken, documents={**taken.documents, "state.json": progress})
 
-    def _take_live(self) -> Snapshot | None:
-        """The state after the last complete step, of a rank that has lost a peer. None if others
-        could not continue from it: see `Stepper.roll_back`."""
+    def live_state(self) -> Snapshot | None:
+        """The state after the last complete step, of a rank that has lost a peer; before `begin` is
+        done, what it brought. None if others could not continue from it: see `Stepper.roll_back`.
+        """
+        if not self.has_begun:
+            return self._brought
         state, step = self.state, self.state.step
         if not self.stepper.roll_back():
             return None
@@ -387,9 +415,10 @@ class Run:
             shares = self.stepper.shares.tolist()
             owed = {"shares": shares, "logged_step": self._logged_step, "seconds": seconds}
         # The memory of other snapshots is in use until the commit is done.
-        taken = self._snapshot({}, to_spare=self.session.is_committing())
+        taken = self._snapshot({}, to_spare=self.checkpoints.is_saving())
         log = [record for record in taken.log if record.step <= step]
-        return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
+        documents = {**taken.documents, OWED_FILE: owed}
+        return replace(taken, log=log, documents=documents)
 
     def outcome(self, signal: int) -> messages.Outcome:
         """How the run ended. `signal`: the number of the signal that stopped it, else 0."""
@@ -399,25 +428,6 @@ class Run:
             signal = 0
         best = state.best, state.best_step
         return messages.Outcome(state.step, total_steps, signal, *best, self._metrics, seconds)
-
-
-def made_ahead(build: Build) -> Build:
-    """The build, with everything that a process can make before it joins a run in progress; its
-    world contains only this process.
-
-    Raises:
-        ConfigError, DataError, TaskError: see `Run`.
-    """
-    build.join(build.world)
-    build.open_data()
-    failpoint("start.alone", build.world.of_run(0))
-    versions_here()  # caches them
-    _ = build.identity
-    if build.keeps_model:
-        forward = Forward(build, build.model)
-        build.warm_ups = {"": warm_up(forward, ExactReduction.require_all, build.loader)}
-        try_evaluation(build, lambda _: None)
-    return build
 
 
 def _notes(build: Build) -> list[str | None]:

@@ -123,7 +123,7 @@ def test_shipped_recipes_load_and_name_known_models():
 
 
 def test_all_errors_of_a_recipe_are_reported_together():
-    """Unknown keys, with similar ones, wrong types, and invalid values, each on its own line."""
+    """Unknown keys, with similar ones, wrong types, and invalid values, in one line."""
     values = {
         "epochz": 3,
         "epochs": "many",
@@ -134,12 +134,12 @@ def test_all_errors_of_a_recipe_are_reported_together():
     }
     with pytest.raises(ConfigError) as caught:
         from_dict(values, where="mine.toml")
-    lines = str(caught.value).splitlines()
+    told = str(caught.value)
     fields = ["epochz", "epochs =", "data.prefetch", "schedule.name =", "data.shufle"]
     fields += ["optim.lr", "model.dropout", "'epochs'", "'data.shuffle'"]
-    assert [field for field in fields if not any(field in line for line in lines)] == []
-    assert len(lines) == 7
-    assert all(line.startswith("mine.toml: ") for line in lines)
+    assert [field for field in fields if field not in told] == []
+    assert told.startswith("mine.toml: ")
+    assert "\n" not in told
 
 
 def test_fault_27_a_change_on_resume_is_refused_unless_the_field_may_change():

@@ -18,7 +18,7 @@ from raytrain_ddp.driver.branching import begun_from, branch_of
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.run_naming import find_run
-from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.errors import ConfigError
 
 OPTIM = OptimConfig(lr=0.05, weight_decay=1e-3)
 
@@ -99,9 +99,9 @@ def test_other_batches_and_another_seed_go_on_from_the_state_and_are_listed_in_o
 def test_a_base_run_that_conflicts_is_missing_or_is_finished_is_refused(
     workers: Group, base: TrainConfig
 ):
-    with pytest.raises(CheckpointError, match=r"--resume-from gone: .*/gone: no checkpoint there"):
+    with pytest.raises(ConfigError, match=r"--resume-from gone: .*/gone: no run there"):
         branch_of(find_run(replace(base, name="new")), "gone")
-    with pytest.raises(CheckpointError, match="Did you mean 'base'"):
+    with pytest.raises(ConfigError, match="Did you mean 'base'"):
         branch_of(find_run(replace(base, name="new")), "bas")
     with pytest.raises(ConfigError, match="run base has this config, but began at step 0, not fr"):
         branch_of(find_run(base), "other")

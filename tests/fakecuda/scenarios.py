@@ -13,19 +13,17 @@ from unittest.mock import patch
 import emulated
 import torch
 import torch.distributed as dist
-from tiny import ScriptedSession, decode_tensors, plain, run_tiny, tiny_config
+from tiny import ScriptedMembership, decode_tensors, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.local_session import LocalSession, join_world
-from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.runtime.world import World, choose_device
-from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.loop import take_part
+from raytrain_ddp.training.membership import Membership, Requests
+from raytrain_ddp.training.runtime.world import World, choose_device, join_world
 
 
 def trains(
@@ -35,17 +33,15 @@ def trains(
     log = LogConfig(every_steps=5, tensorboard=False)
     config = tiny_config(folder, "tiny", **{"epochs": 2, "log": log, **changes})
     place = f"cuda:{rank}" if device == "cuda" else "cpu"
-    ran = run_tiny(
-        rank, size, plain(config), device=place, prepare_session=_count_steps, **(script or {})
-    )
+    ran = run_tiny(rank, size, plain(config), device=place, prepare=_count_steps, **(script or {}))
     return {"digest": ran.digest, "start": ran.start_step, "step": ran.outcome.step}
 
 
-def _count_steps(session: ScriptedSession) -> None:
+def _count_steps(membership: ScriptedMembership) -> None:
     def begin(step: int) -> None:
         emulated.step = step
 
-    session.before_step = begin
+    membership.before_step = begin
 
 
 def fits(
@@ -67,18 +63,19 @@ def fits(
     )
     place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     task, events = load_task(config), []
-    world, best = World(rank, size, rank, place, 1), Best(task.monitor, task.goal)
-    with _Counting(config, world, best, events.append) as session:
-        outcome = train(Build(config, world, task), session)
+    world = World(rank, size, rank, place, 1)
+    membership = _Counting(world, events.append)
+    outcome = take_part(membership, config, lambda _: Build(config, world, task))
+    assert outcome is not None
     losses = [event.loss for event in events if hasattr(event, "loss")]
     weights = _weights_of(folder / name) if rank == 0 else {}
     return {"step": outcome.step, "losses": losses, **weights}
 
 
-class _Counting(LocalSession):
-    def requests(self) -> Requests:
-        emulated.step += 1
-        return super().requests()
+class _Counting(Membership):
+    def requests(self, step: int | None, may_join: bool = False) -> Requests:
+        emulated.step += step is not None
+        return super().requests(step)
 
 
 def _changed(base: dict[str, Any], changes: Mapping[str, Any]) -> TrainConfig:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import generation_runs
@@ -20,19 +19,16 @@ from processes import Group
 from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
 
-from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig
+from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import Plan
-from raytrain_ddp.membership.generations import RankLost, through_generations
+from raytrain_ddp.membership.generations import RankLost
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.loop import take_part
+from raytrain_ddp.training.membership import Membership, Requests
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.state.live_state import LiveState
 
 EXACT: dict[str, Any] = {"exact": True}  # the bits do not depend on the ranks
 
@@ -220,52 +216,51 @@ class CountingTask(TinyTask):
         return super().train_data()
 
 
-class LosesPeers(LocalSession):
-    """Loses its peers in `step`, counted from 1; 0: never.
+class LosesPeers(Membership):
+    """Loses its peers in some steps, and then trains on, alone.
 
     Args:
+        at: these steps, in order, counted from 1.
         late: loses them only in the collectives at the end of the step.
     """
 
-    step, late = 0, False
+    def __init__(self, at: Sequence[int], late: bool = False) -> None:
+        super().__init__(ALONE, self.shown)
+        self.at, self.late, self.begins = [*at], late, list[int]()
 
-    def requests(self) -> Requests:
-        self.step -= 1
-        if self.step == 0 and not self.late:
-            raise RankLost
-        return super().requests()
+    def shown(self, event: Any) -> None:
+        if isinstance(event, Plan):
+            self.begins.append(event.start_step)
+
+    def goes_on(self, error: BaseException) -> bool:
+        return isinstance(error, RankLost)
+
+    def requests(self, step: int | None, may_join: bool = False) -> Requests:
+        self.is_lost = step in self.at[:1]
+        if self.is_lost and not self.late:
+            self.confirm()
+        return Requests()
 
     def confirm(self) -> None:
-        if self.step == 0 and self.late:
+        if self.is_lost:
+            self.at.pop(0)
+            self.is_lost = False
             raise RankLost
+
+    is_lost = False
 
 
 ALONE = World(0, 1, 0, torch.device("cpu"), 1)
-
-
-def trained_alone(build: Build, live: LiveState | None, step: int, late: bool = False) -> Any:
-    """Returns the step that the training began with and the live state after it."""
-    plans: list[Any] = []
-    config = build.config
-    session = LosesPeers(config, ALONE, Best("loss", "min"), plans.append, live)
-    session.step, session.late = step, late
-    with session, suppress(RankLost):
-        train(build, session)
-    return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
 
 
 def test_with_exact_a_survivor_keeps_its_data_and_model(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run", **EXACT)
-    task = CountingTask(config)
-    build: Build | None = Build(config, ALONE, task)
-    live = None
-    for begins in (0, 6, 12, 18):
-        assert build is not None
-        began, live = trained_alone(build, live, 7 if begins < 18 else 0)
-        build = build.remains()
-        assert (began, task.calls) == (begins, {"model": 1, "data": 1})
+    task, membership = CountingTask(config), LosesPeers([7, 13, 19])
+    take_part(membership, config, pytest.fail, Build(config, ALONE, task))
+    assert membership.begins == [0, 6, 12, 18]
+    assert task.calls == {"model": 1, "data": 1}
     assert_same(config, exact_alone)
 
 
@@ -275,39 +270,25 @@ def test_a_kept_model_does_not_keep_a_nonfinite_loss(tmp_path: Path) -> None:
         "exact": True,
         "optim": OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9),
     }
-    whole = tiny_config(tmp_path, "whole", epochs=1, **changes)
-    trained_alone(Build(whole, ALONE, SometimesNan(whole)), None, 0)
+
+    def trained(name: str, at: Sequence[int]) -> tuple[TrainConfig, list[int]]:
+        config = tiny_config(tmp_path, name, epochs=1, **changes)
+        membership = LosesPeers(at, late=True)
+        take_part(membership, config, pytest.fail, Build(config, ALONE, SometimesNan(config)))
+        return config, membership.begins
+
+    whole, _ = trained("whole", ())
     logged = [(record["step"], record.get("nonfinite") or 0) for record in log_of(whole)]
     first = min(step for step, refused in logged if refused)
     for step in sorted({max(1, first - 1), first, first + 1}):
-        config = tiny_config(tmp_path, f"run-{step}", epochs=1, **changes)
-        build = Build(config, ALONE, SometimesNan(config))
-        _, live = trained_alone(build, None, step, late=True)
-        left = build.remains()
-        assert left is not None
-        assert trained_alone(left, live, 0)[0] == step - 1
+        config, begins = trained(f"run-{step}", [step])
+        assert begins == [0, step - 1]
         assert_same(config, whole)
 
 
-def test_losses_in_a_row_without_a_step_end_the_run() -> None:
-    begun: list[Any] = []
-
-    class Session(nullcontext[Any]):
-        suspended = None
-
-        def take_over(self, recorder: Any) -> None: ...
-
-        def live_state(self) -> Any:
-            return SimpleNamespace(manifest=SimpleNamespace(step=5))
-
-    def run(build: Any, session: Any) -> None:
-        begun.append(session)
-        assert len(begun) < 9
-        raise RankLost
-
-    place: Any = SimpleNamespace(join=lambda: True, leave=lambda: None, is_broken=False)
-    make: Any = lambda is_begun: SimpleNamespace(is_begun=is_begun, remains=lambda: None)  # noqa: E731
-    start: Any = lambda build, live: Session()  # noqa: E731
+def test_losses_in_a_row_without_a_step_end_the_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", scaling=ScalingConfig(max_failures=3), **EXACT)
+    membership = LosesPeers([5] * 9)
     with pytest.raises(RankLost):
-        through_generations(place, make, start, run, lambda error: False, most=3)
-    assert len(begun) == 4
+        take_part(membership, config, pytest.fail, Build(config, ALONE, TinyTask(config)))
+    assert membership.begins == [0, 4, 4, 4]

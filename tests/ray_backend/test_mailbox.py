@@ -47,7 +47,7 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
 
     for _ in range(2000):
         act()
-    for _ in range(10):  # as a session does at its end
+    for _ in range(10):  # as a worker does at its end
         if under_way:
             answer.append(mailbox.push(*under_way.pop()))
         if answer:

@@ -20,7 +20,6 @@ from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, RaytrainError, TaskError
 from raytrain_ddp.tasks.task_loading import load_task, task_of
-from raytrain_ddp.training import training_run
 
 
 def own(**methods: Any) -> type[TinyTask]:
@@ -69,8 +68,7 @@ class NoSource:
 
 
 def wrapped() -> Any:
-    inner = tm.classification.MulticlassAccuracy(5, average=None)
-    return {"loss": tm.MeanMetric(), "top1": tm.wrappers.ClasswiseWrapper(inner)}
+    return {"loss": tm.MeanMetric(), "top1": tm.wrappers.Running(tm.MeanMetric())}
 
 
 def mean(**others: Any) -> Callable[[], Any]:
@@ -135,26 +133,18 @@ class Drawing(TinyTask):
         super().evaluate(model, batch, metrics)
 
 
-def checking(session: Any, check: Any = training_run.try_evaluation) -> None:
-    training_run.try_evaluation = check
-
-
-def unchecked(session: Any) -> None:
-    training_run.try_evaluation = lambda *_: None
-
-
-def test_the_first_check_does_not_change_the_bits_and_a_resumed_run_is_checked(
+def test_evaluations_and_their_rehearsal_do_not_change_the_bits_and_a_resumed_run_has_one(
     workers: Group, tmp_path: Path
 ):
-    """On three ranks, stopped and resumed, with and without it."""
+    """On three ranks, stopped and resumed."""
     found = []
-    for name, prepare_session in (("without", unchecked), ("with", checking)):
-        config = tiny_config(tmp_path, name, epochs=1)
+    for kind in (TinyTask, Drawing):
+        config = tiny_config(tmp_path, kind.__name__, epochs=1)
         for stop in (7, 0):
-            ran = workers(3, run_tiny, plain(config), None, stop, 0, prepare_session, Drawing)
-        found.append((bits(config), ran[0].outcome.metrics, ran[0].digest))
+            ran = workers(3, run_tiny, plain(config), None, stop, 0, None, kind)
+        found.append((bits(config), ran[0].digest))
     assert found[0] == found[1]
-    longer = tiny_config(tmp_path, "with", epochs=2)
+    longer = tiny_config(tmp_path, "Drawing", epochs=2)
     ended = workers.outcomes(3, run_tiny, plain(longer), None, 0, 0, None, NoSuchMonitor)
     assert all(isinstance(outcome, Raised) and outcome.exit_status == 1 for outcome in ended)
     assert len({outcome.text.rpartition("TaskError: ")[2] for outcome in ended}) == 1
@@ -215,7 +205,7 @@ def with_method(name: str, method: Any = lambda self, *_: None) -> type:
     [
         (Lacking, "train_data() eval_data() loss() evaluate() 'train_datas'"),
         (with_method("evaluate", lambda self, model, batch: None), "Mine.evaluate batch, metrics)"),
-        (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics dict"),
+        (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics callable"),
         (with_method("__init__", lambda self: None), "Mine config"),
         (Late, "Late.moniter 'monitor'"),
         (int, "int"),

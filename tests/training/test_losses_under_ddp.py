@@ -89,8 +89,8 @@ class Drops(TinyTask):
 
     def at(self) -> bool:
         """Whether it is this step or a later one."""
-        assert self.session is not None
-        return self.session.step >= self.first
+        assert self.membership is not None
+        return self.membership.step >= self.first
 
     def uses(self, training: bool) -> bool:
         return not (training and self.at()) or bool(torch.rand(()) < 0.5)

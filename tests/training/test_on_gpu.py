@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
@@ -23,8 +22,8 @@ from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.loop import take_part
+from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
 pytestmark = pytest.mark.gpu
@@ -51,8 +50,7 @@ def trained(made: TrainConfig, device: str = "cuda:0") -> list[float]:
     """The losses of the steps."""
     task, events = load_task(made), list[Any]()
     world = World(0, 1, 0, torch.device(device), threads=1)
-    with LocalSession(made, world, Best(task.monitor, task.goal), events.append) as session:
-        train(Build(made, world, task), session)
+    take_part(Membership(world, events.append), made, lambda _: Build(made, world, task))
     return [event.loss for event in events if type(event).__name__ == "Train"]
 
 

@@ -22,7 +22,7 @@ import pytest
 from logs import log_of
 from PIL import Image
 from processes import Died, Group
-from tiny import ScriptedSession, newest, plain
+from tiny import ScriptedMembership, newest, plain
 
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.config.recipe import from_dict
@@ -192,15 +192,17 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
     from raytrain_ddp.config.automatic import settled
     from raytrain_ddp.driver.fit_driver import write_config
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.loop import take_part
     from raytrain_ddp.training.runtime.world import World
 
     world = World(rank, size, rank, torch.device("cpu"), 1)
     config = settled(from_dict(given), has_bf16=False)
     if world.is_main:
         write_config(config, run_storage(config))
-    with ScriptedSession(config, world, stop_at, die_at) as session:
-        return train(Build(config, world), session).step
+    membership = ScriptedMembership(world, stop_at, die_at)
+    outcome = take_part(membership, config, lambda _: Build(config, world))
+    assert outcome is not None
+    return outcome.step
 
 
 def tensors(config: TrainConfig) -> dict[str, str]:

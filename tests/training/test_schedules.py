@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny import TinyNet
 
+from raytrain_ddp.checkpoint.checkpoints import best_among
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.sections import OptimConfig, ScheduleConfig
@@ -76,7 +76,7 @@ def test_between_equal_metrics_the_lower_loss_is_the_best_and_nan_never(tmp_path
         metrics = {"top1": top1, "loss": loss}
         store.commit(Manifest(step, 0, 1, 1, {}, "x", metrics=metrics), {"a": b""})
         best.append(state.improve(step, metrics, "top1", "max"))
-    assert Best("top1", "max").among(store) == CheckpointName(60, 1)
-    assert Best("top1", "min").among(store) == CheckpointName(40, 1)
+    assert best_among(store, "top1", "max") == CheckpointName(60, 1)
+    assert best_among(store, "top1", "min") == CheckpointName(40, 1)
     assert best == [True, True, False, False, False, True, False, False]
     assert (state.best, state.best_step) == (0.5, 60)

@@ -148,11 +148,13 @@ class Display(Listener):
 
     def draw(self, run: Storage, name: str) -> None:
         """Draws the run's curves.png. Raises OSError."""
-        from raytrain_ddp.checkpoint.run_folder import CURVES_FILE, read_log
-        from raytrain_ddp.tools.report.curves import draw_curves
+        from raytrain_ddp.checkpoint.run_folder import CURVES_FILE
+        from raytrain_ddp.tools.report.charts import figure_of
+        from raytrain_ddp.tools.report.curves import curves
+        from raytrain_ddp.tools.report.run_files import read_run
 
         image = io.BytesIO()
-        draw_curves(read_log(run), image, name)
+        figure_of(curves([read_run(run, name)]), name).savefig(image, format="png")
         run.write_atomic(CURVES_FILE, image.getvalue())
 
     def summary(

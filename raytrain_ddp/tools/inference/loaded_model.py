@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.run_folder import (
     config_of,
-    find_checkpoint,
     recorded,
     recorded_classes,
+    with_checkpoint,
 )
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Data, ImageSource
@@ -176,12 +176,14 @@ def load(
 
     Raises:
         CheckpointError: there is none, it is damaged, or a newer version wrote it.
-        ConfigError: the task cannot be built here, or `checkpoint` is something else.
+        ConfigError: there is no run, the task cannot be built here, or `checkpoint` is neither.
     """
     if checkpoint not in ("best", "last", None):
         raise ConfigError(f"checkpoint = {checkpoint!r}: must be best or last.")
-    found = find_checkpoint(os.fspath(run), checkpoint)
-    return loaded(found, config_of(found), choose_device(device))
+    chosen = choose_device(device)
+    return with_checkpoint(
+        os.fspath(run), checkpoint, lambda found: loaded(found, config_of(found), chosen)
+    )
 
 
 def loaded(

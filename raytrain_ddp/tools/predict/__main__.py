@@ -75,15 +75,18 @@ def main(argv: Sequence[str]) -> int:
     if args.address is None and args.workers is not None:
         raise ConfigError("--workers has no effect without --address.")
     require_least(args, top=1, image_size=1, batch_size=1, workers=1)
-    from raytrain_ddp.checkpoint.run_folder import find_checkpoint
+    from raytrain_ddp.checkpoint.run_folder import with_checkpoint
     from raytrain_ddp.tools.predict.result_file import ResultFile
 
     file = ResultFile(expanded(args.out), args.overwrite)
-    found = find_checkpoint(args.run, args.checkpoint)
-    maker, bad = _predict(replace(args, run=found.storage.address), file)
+    maker, bad = with_checkpoint(
+        args.run,
+        args.checkpoint,
+        lambda found: _predict(replace(args, run=found.storage.address), file),
+    )
     rows, unit = maker.rows, maker.model.task.unit
     took = f"{time.monotonic() - began:.1f} s"
-    print(f"{found}\nwrote a row for each of {rows:,} {unit} in {took}")
+    print(f"{maker.model.checkpoint}\nwrote a row for each of {rows:,} {unit} in {took}")
     if bad:
         print(f"  {bad:,} cannot be read: see the column error")
     print(f"{file.out}: {file.out.stat().st_size / 1000:,.0f} kB")

@@ -111,8 +111,9 @@ def _array(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         numbers = value.numpy()
         value = numbers if numbers.ndim == 1 else [*numbers.reshape(len(numbers), -1)]
-    else:  # bytes of a path that are not valid UTF-8 are replaced by `?`
-        value = [e.encode("utf-8", "replace").decode() if isinstance(e, str) else e for e in value]
+    else:  # bytes of a path that are not valid UTF-8 are escaped
+        odd = "backslashreplace"
+        value = [e.encode("utf-8", odd).decode() if isinstance(e, str) else e for e in value]
     try:
         return pa.array(value)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.flags import positional
@@ -44,11 +45,11 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status; with --every, is ended by Ctrl-C."""
     args = COMMAND.parse(argv)
     from raytrain_ddp.errors import RaytrainError
-    from raytrain_ddp.tools.report.write import write_report
+    from raytrain_ddp.tools.report.write import report
 
     require_least(args, every=0)
-    predict = args.predict and not args.every
-    path = write_report(args.runs, args.out, predict, args.every)
+    once = partial(report, *args.runs, out=args.out, predict=args.predict and not args.every)
+    path = once(every_s=args.every).path
     print(path, flush=True)
     if args.open:
         import webbrowser
@@ -58,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
         while args.every:
             time.sleep(args.every)
             try:
-                write_report(args.runs, args.out, False, args.every)
+                once(every_s=args.every)
             except RaytrainError as error:  # a storage that does not answer now
                 print(f"note: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        write_report(args.runs, args.out, False)  # a page that does not reload
+        once()  # a page that does not reload
     return 0
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raytrain_ddp.formatting import format_metric
+from raytrain_ddp.formatting import FRACTION, format_metric
 from raytrain_ddp.tools.report.history import Happening
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ Numbers = NDArray[np.float64]
 # contrast of at least 3 with white and with black.
 COLORS = ["#2677b8", "#e0651a", "#129a72", "#c2609a", "#b98309", "#3f9aca", "#8470dc", "#7d8794"]
 _BAD, _GRAY = "#d9482b", "#808994"
-_STYLE = Path(__file__).with_name("charts.mplstyle")
+_STYLE = f"{__package__}.charts"  # the file charts.mplstyle
 _MOST_DOTS, _MOST_HOVERS, _MOST_FLAGS = 60, 250, 12
 _LOG_FROM = 20  # highest by lowest value
 
@@ -69,13 +68,11 @@ class Drawn(NamedTuple):
     """A chart in a page.
 
     Args:
-        keys: (label, color, run) of each line.
         svg: an element. texts: JSON of [x as a share of the width, [[run, text], ...]]. No name or
             text of a run can end either of them.
     """
 
-    title: str
-    keys: Sequence[tuple[str, str, str]]
+    chart: Chart
     svg: str
     texts: str
 
@@ -86,23 +83,19 @@ def drawn(chart: Chart) -> Drawn:
     from matplotlib.figure import Figure
 
     with matplotlib.style.context(["default", _STYLE]):
-        figure = Figure(figsize=(5.6, 2.5))
-        figure.subplots_adjust(0.115, 0.16, 0.985, 0.93)
+        figure = Figure()
         axes, out = figure.subplots(), io.StringIO()
         _paint(axes, chart)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         share = axes.transData + figure.transFigure.inverted()
         texts = [(share.transform((x, 1))[0].round(4), each) for x, each in _texts(chart)]
-    svg = out.getvalue().partition("<svg ")[2]
-    script = json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")
-    keys = [(line.label, line.color, line.run) for line in chart.named]
-    return Drawn(chart.title, keys if len(keys) > 1 else [], f"<svg {svg}", script)
+    svg = out.getvalue().partition("<svg ")
+    return Drawn(chart, "".join(svg[1:]), json.dumps(texts).replace("<", "\\u003c"))
 
 
 def figure_of(charts: Sequence[Chart], title: str) -> Figure:
     """The charts below each other. Needs no display and leaves no global state (no pyplot)."""
     import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     class Curves(Figure):
@@ -111,22 +104,23 @@ def figure_of(charts: Sequence[Chart], title: str) -> Figure:
             self.savefig(content, format="png")
             return content.getvalue()
 
-    size = {"font.size": 10.5, "axes.titlesize": 11}
-    with matplotlib.style.context(["default", _STYLE, size]):
+    with matplotlib.style.context(["default", _STYLE, {"font.size": 10.5}]):
         figure = Curves(figsize=(10, 3.4 * len(charts) or 3.6), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-        if not charts:
-            figure.text(0.5, 0.5, "no training steps yet", ha="center", color=_GRAY)
-            return figure
-        every = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, chart in zip(every, charts, strict=True):
+        empty = "" if charts else ": no training steps yet"
+        figure.suptitle(title + empty, x=0.01, ha="left")
+        every = figure.subplots(len(charts) or 1, 1, sharex=True, squeeze=False)[:, 0]
+        for axes, chart in zip(every, charts, strict=False):
             _paint(axes, chart)
             axes.label_outer()
             axes.set_title(chart.title)
             if len(chart.named) > 1:
                 axes.legend()
     return figure
+
+
+def scale_of(metric: str) -> str:
+    """The scale of a `Line` of this metric."""
+    return "share" if FRACTION.search(metric) else "any"
 
 
 def smoothed(values: Numbers) -> Numbers:
@@ -143,12 +137,11 @@ def _paint(axes: Axes, chart: Chart) -> None:
     _scale(axes, chart)
     lines = chart.named
     if chart.kind == "stack":
-        look: dict[str, Any] = {"labels": [line.label for line in lines]}
-        look["colors"] = [line.color for line in lines]
-        axes.stackplot(lines[0].xs, [line.ys for line in lines], **look)
+        colors = [line.color for line in lines]
+        axes.stackplot(lines[0].xs, [line.ys for line in lines], colors=colors)
         axes.set_ylim(0, 1)
     for label, xs, ys, color, run, _ in chart.lines if chart.kind != "stack" else ():
-        look = {"lw": 1.5, "marker": "o" if len(xs) <= _MOST_DOTS else "", "label": label}
+        look: dict[str, Any] = {"marker": "o" if len(xs) <= _MOST_DOTS else "", "label": label}
         look |= {} if label else {"lw": 0.8, "alpha": 0.4, "marker": "", "scaley": False}
         look |= {"ls": "", "marker": "o", "ms": 5} if chart.kind == "points" else {}
         axes.plot(xs, ys, color=color, gid=run or None, **look)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.events import LogRecord
-from raytrain_ddp.formatting import FRACTION
-from raytrain_ddp.tools.report.charts import COLORS, Chart, Line, Numbers, figure_of, smoothed
+from raytrain_ddp.tools.report.charts import COLORS, Chart, Line, Numbers, scale_of, smoothed
 from raytrain_ddp.tools.report.history import Happening, happenings
-from raytrain_ddp.tools.report.run_files import Run, of_log
+from raytrain_ddp.tools.report.run_files import Run
 
-PHASES = {  # in drawing order: name, number of the color
-    "compute": ("forward and backward", 0),
-    "communication": ("all-reduce not hidden", 4),
-    "optimizer": ("optimizer", 5),
-    "data": ("waiting for data", 1),
-    "copy": ("copy to the device", 6),
-    "checkpoint": ("checkpoint stall", 3),
-    "evaluation": ("evaluation", 2),
-    "other": ("other, between steps", 7),
-}
+PHASES = [  # of a step, in drawing order
+    "compute",
+    "communication",
+    "optimizer",
+    "data",
+    "copy",
+    "checkpoint",
+    "evaluation",
+    "other",
+]
 _MOST_NAMES, _MOST_POINTS, _MOST_MARKS = 8, 200, 80  # metrics and scalars; of a stack; of a chart
-
-
-def draw_curves(records: Sequence[LogRecord], path_or_file: str | IO[bytes], title: str) -> None:
-    """Writes a PNG, 1200 pixels wide. Zero or one records work, too."""
-    figure = figure_of(curves([of_log(title, records)]), title)
-    figure.savefig(path_or_file, format="png", dpi=120)
 
 
 def curves(runs: Sequence[Run]) -> list[Chart]:
@@ -59,10 +51,10 @@ def speed_charts(run: Run) -> list[Chart]:
     split = [[r.timing.split_s.get(name, 0.0) for r in records] for name in PHASES]
     shares = np.array([smoothed(np.array(each)) for each in split])  # (phases, records)
     shares /= np.maximum(shares.sum(0), 1e-12)
-    some = slice(None, None, len(records) // _MOST_POINTS + 1)
+    every = len(records) // _MOST_POINTS + 1
     phases = [
-        Line(title, speed.xs[some], share[some], COLORS[color], scale="share")
-        for (title, color), share in zip(PHASES.values(), shares, strict=True)
+        Line(name, speed.xs[::every], share[::every], color, scale="share")
+        for name, share, color in zip(PHASES, shares, COLORS, strict=True)
         if share.any()
     ]
     return [
@@ -76,10 +68,10 @@ def marks_of(run: Run) -> list[Happening]:
     marks = [e for e in happenings(run) if e.kind in ("restart", "failure") and e.step]
     marks = marks[:: len(marks) // _MOST_MARKS + 1]
     if run.best:
-        marks.append(Happening(0.0, run.best.step, "end", f"best: {run.best_summary}", "★"))
+        marks.append(Happening("", run.best.step, "end", f"best: {run.best_summary}", "★"))
     lost = [record.step for record in run.train if not np.isfinite(record.loss)]
     text = f"the loss is not finite, the first of {len(lost)} records"
-    return [*marks, *(Happening(0.0, step, "failure", text) for step in lost[:1])]
+    return [*marks, *(Happening("", step, "failure", text) for step in lost[:1])]
 
 
 def _lines(run: Run, alone: bool) -> Iterator[tuple[str, Line]]:
@@ -88,11 +80,9 @@ def _lines(run: Run, alone: bool) -> Iterator[tuple[str, Line]]:
     yield "Loss", loss._replace(label="training, smoothed", ys=smoothed(loss.ys))
     if alone:
         yield "Loss", loss
-    trained = [r.scalars for r in run.train]
-    tested = [e.metrics for e in run.evals]
     for kind, records, values in (
-        ("evaluation", run.evals, tested),
-        ("training", run.train, trained),
+        ("evaluation", run.evals, [e.metrics for e in run.evals]),
+        ("training", run.train, [r.scalars for r in run.train]),
     ):
         names = {name: name != run.monitor for each in values for name in each}
         names.pop("skipped", None)
@@ -100,8 +90,7 @@ def _lines(run: Run, alone: bool) -> Iterator[tuple[str, Line]]:
             both = alone and name == "loss"  # in one chart with the loss of training
             title, label = ("Loss", kind) if both else (f"{name} ({kind})", name)
             xs, ys = _series(records, [each.get(name) for each in values])
-            scale = "share" if FRACTION.search(name) else "any"
-            yield title, Line(label, xs, ys, COLORS[both], scale=scale)
+            yield title, Line(label, xs, ys, COLORS[both], scale=scale_of(name))
     rates = _series(run.train, [r.lr for r in run.train])
     yield "Learning rate", Line("learning rate", *rates, scale="zero")
 

@@ -26,19 +26,18 @@ from raytrain_ddp.formatting import (
 )
 from raytrain_ddp.tools.report.run_files import Run
 
-Kind = Literal["start", "restart", "failure", "trouble", "note", "end"]
-
 
 class Happening(NamedTuple):
     """One thing that happened.
 
     Args:
-        step: None if unknown. flag: a sign for charts. detail: a traceback.
+        time: as in events.jsonl; "" if unknown. step: None if unknown. flag: a sign for charts.
+        detail: a traceback.
     """
 
-    wall: float
+    time: str
     step: int | None
-    kind: Kind
+    kind: Literal["start", "restart", "failure", "trouble", "note", "end"]
     text: str
     flag: str = ""
     detail: str = ""
@@ -55,87 +54,72 @@ class State(NamedTuple):
 
 def state_of(run: Run) -> State:
     """Raises nothing, whatever the files contain."""
-    ends = [each for each in run.events if isinstance(each.event, Plan | End)]
-    end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
+    known = [each for each in run.events if isinstance(each.event, Plan | SweepStop | End)]
+    end = known[-1].event if known and isinstance(known[-1].event, End) else None
     step, total = (end.step if end else None) or run.last_step, run.plan.total_steps
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
+    after = f"after {at}" if step else "before its first step"
     # "2026-11-20 18:05:31 UTC", with a T and a Z
-    if run.owner and (not end or run.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]):
-        left_s = _left_s(run)
-        left = f", about {format_seconds(left_s)} left" if math.isfinite(left_s) else ""
+    if run.owner and not (end and run.owner.since[:19].replace(" ", "T") <= known[-1].time[:19]):
+        left, last = "", run.newest[-1] if run.newest else None
+        if last and math.isfinite(last.seconds):
+            left_s = (total - last.step) * last.seconds / (last.step - run.plan.start_step)
+            left = f", about {format_seconds(left_s)} left"
         return State("running", f"Running: {at if run.train else 'before the first step'}{left}.")
     if end.status == 0 if end else run.manifest and run.manifest.finished:
         return State("finished", f"Finished at {at}.")
     if end is None:
-        after = f"after {at}" if step else "before its first step"
-        again = "; the same command resumes it" if step else ""
-        gone = f"Disappeared {after}: its process was probably killed{again}."
-        return State("gone", gone)
+        again = "its process was probably killed; the same command continues it"
+        return State("gone", f"Disappeared {after}: {again}.")
+    if isinstance(known[-2:][0].event, SweepStop):
+        return State("stopped", f"Stopped by the sweep at {at}.")
     if end.status > 128:
-        name: Literal["stopped", "interrupted"] = (
-            "stopped" if _by_sweep(end, run) else "interrupted"
-        )
-        return State(name, f"{_interrupted(end, run)} at {at}.")
+        return State("interrupted", f"{_interrupted(end)} at {at}.")
     cause = error_summary(end.message) or f"exit status {end.status}"
     first = "" if end.rank is None else f", first on rank {end.rank} of node {end.node or '?'}"
-    after = f"after {at}" if step else "before its first step"
     return State("failed", f"Failed {after}{first}.", cause)
 
 
-def _left_s(run: Run) -> float:
-    """Seconds that the newest start still needs; nan if unknown."""
-    last, start = (run.train[-1] if run.train else None), run.plan.start_step
-    if last is None or last.step <= start:
-        return math.nan
-    return (run.plan.total_steps - last.step) * last.seconds / (last.step - start)
-
-
-def _interrupted(end: End, run: Run) -> str:
-    """By whom."""
-    if _by_sweep(end, run):
-        return "Stopped by the sweep"
+def _interrupted(end: End) -> str:
     name = signal_name(end.status - 128)
     return f"Interrupted by {f'Ctrl-C ({name})' if name == 'SIGINT' else name}"
-
-
-def _by_sweep(end: End, run: Run) -> bool:
-    """Whether a sweep did it: that is the event before the end."""
-    events = [event for event, _, _ in run.events if isinstance(event, End | Plan | SweepStop)]
-    return isinstance(events[events.index(end) - 1], SweepStop)
 
 
 def happenings(run: Run) -> Iterator[Happening]:
     """What happened, in chronological order."""
     before: Plan | End | None = None  # the start, or the end of its command
     size, lost_at, reached = 0, math.nan, 0
-    for event, _, wall in run.events:
+    for event, time, wall in run.events:
         match event:
             case Plan():
                 text = _start(event, before, size, reached)
                 if math.isfinite(lost_at):
                     text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
                 flag = "↻" if size == event.world_size else f"{size}→{event.world_size}"
-                kind: Kind = "restart" if before else "start"
-                yield Happening(wall, event.start_step, kind, text, flag)
+                yield Happening(
+                    time, event.start_step, "restart" if before else "start", text, flag
+                )
                 before, size, lost_at = event, event.world_size, math.nan
                 reached = event.start_step
             case Failed():
                 who = "The workers" if event.rank is None else f"Rank {event.rank}"
                 reached, lost_at = max(reached, event.step or 0), wall
-                yield Happening(wall, event.step, "failure", f"{who} {event.message}")
+                yield Happening(time, event.step, "failure", f"{who} {event.message}")
             case Preempted():
                 lost_at = wall
-                yield Happening(wall, None, "trouble", event.text)
+                yield Happening(time, None, "trouble", event.text)
             case Checkpoint():
                 reached = max(reached, event.step)
             case CheckpointFailed():
                 text = f"The checkpoint of step {event.step} could not be written"
-                yield Happening(wall, event.step, "trouble", text, detail=event.message)
+                yield Happening(time, event.step, "trouble", text, detail=event.message)
             case Note():
-                yield Happening(wall, None, "note", event.text)
+                yield Happening(time, None, "note", event.text)
+            case SweepStop():
+                yield Happening(time, None, "note", "Stopped by the sweep")
             case End():
                 before = event
-                yield _end(event, wall, run)
+                yield _end(event, time)
 
 
 def _start(plan: Plan, before: Plan | End | None, size: int, reached: int) -> str:
@@ -156,11 +140,11 @@ def _start(plan: Plan, before: Plan | End | None, size: int, reached: int) -> st
     return text
 
 
-def _end(event: End, wall: float, run: Run) -> Happening:
+def _end(event: End, time: str) -> Happening:
     if event.status == 0:
-        return Happening(wall, event.step, "end", "Finished")
+        return Happening(time, event.step, "end", "Finished")
     if event.status > 128:
-        return Happening(wall, event.step, "trouble", _interrupted(event, run))
+        return Happening(time, event.step, "trouble", _interrupted(event))
     first, _, rest = event.message.partition("\n")
     text = f"Ended with status {event.status}: {first}"
-    return Happening(wall, event.step, "failure", text, detail=rest)
+    return Happening(time, event.step, "failure", text, detail=rest)

@@ -9,17 +9,14 @@ for (const box of boxes) {
   box.onchange();
 }
 for (const plot of document.querySelectorAll(".plot")) {
-  const values = JSON.parse(plot.querySelector("script").textContent);
-  const tip = document.createElement("div"), text = document.createElement("span");
-  tip.className = "tip";
-  tip.append(text);
-  plot.append(tip);
+  const [tip, text, script] = plot.querySelectorAll("div, span, script");
+  const values = JSON.parse(script.textContent);
   plot.onpointerleave = () => tip.removeAttribute("style");
   plot.onpointermove = (event) => {
     const box = plot.getBoundingClientRect(), x = (event.clientX - box.left) / box.width;
-    const [at, texts] = values.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
-    const off = boxes.filter((one) => !one.checked).map((one) => one.name);
-    text.innerText = texts.filter(([run]) => !off.includes(run)).map(([, text]) => text).join("\n");
+    const [at, texts] = values.findLast(([at]) => at < x + 0.01) ?? values[0];
+    const shown = texts.filter(([run]) => !boxes.some((one) => one.name === run && !one.checked));
+    text.innerText = shown.map(([, text]) => text).join("\n");
     const [side, way] = at < 0.5 ? ["left", at] : ["right", 1 - at];
     tip.style = `display: block; border-${side}-width: 1px; ${side}: ${100 * way}%`;
   };

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -13,24 +12,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytrain_ddp.checkpoint.manifest import package_version
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.recipe import flat
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Failed
 from raytrain_ddp.formatting import (
-    FRACTION,
     format_bytes,
     format_metric,
     format_seconds,
     format_share,
     plural,
 )
-from raytrain_ddp.tools.report.charts import COLORS, Chart, Drawn, Line, drawn
+from raytrain_ddp.tools.report.charts import COLORS, Chart, Drawn, Line, drawn, scale_of
 from raytrain_ddp.tools.report.curves import curves, speed_charts
 from raytrain_ddp.tools.report.history import happenings, state_of
 from raytrain_ddp.tools.report.run_files import Run
 
-_MOST_DETAIL = 6000  # characters
-_MOST_CURVES = len(COLORS)  # runs whose curves are shown
 _FREE = ("name", "storage")  # they identify the run, not how it is trained
 
 
@@ -65,67 +62,67 @@ Part = str | Table | Drawn  # a text is a paragraph
 Sections = Sequence[tuple[str, Sequence[Part]]]  # (title, parts); left out if it shows nothing
 
 
-def html_of(sections: Sections, **about: Any) -> str:
+def html_of(**about: Any) -> str:
     """A page as HTML.
 
     Args:
-        about: its ``title`` and ``text``, the state of the run (``badge``), what went ``wrong``,
-            the ``command``, and ``every_s``: it reloads itself so often; 0: never.
+        about: its ``title``, ``text`` and ``sections``, the state of the run (``badge``), what went
+            ``wrong``, the ``command``, and ``every_s``: it reloads itself so often; 0: never.
     """
     from jinja2 import Environment, PackageLoader
 
     loader = PackageLoader(__package__, "")
     template = Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC, raytrain_ddp {package_version()}"
-    return template.render(about, sections=sections, made=made)
+    return template.render(about, made=made)
 
 
 def sections_of_run(run: Run, predicted: Sequence[Part]) -> Sections:
     """All that is shown of a single run."""
     fields = {"value": run.config, "default": flat(TrainConfig())}
+    cards = [(Cell(name, "dim"), cell) for name, cell in _figures(run).items()]
+    versions = (f"{name} {text}" for name, text in run.plan.versions.items())
     return [
-        ("", [_cards(run), *([f"What limits it: {run.limit}."] if run.limit else [])]),
+        ("", [Table((), cards, "cards")]),
         ("Curves", [*map(drawn, curves([run]))]),
         ("Speed", [*map(drawn, speed_charts(run))]),
         ("What happened", [_happenings(run)]),
         ("Predictions", predicted),
         ("Config, where it is not the default", [_differing(fields)] if run.config else []),
-        ("Environment", [_environment(run)]),
+        ("Environment", [", ".join([run.place, *sorted({*run.plan.hosts}), *versions])]),
     ]
 
 
-def _cards(run: Run) -> Table:
-    cards, records = [], run.timed
+def _figures(run: Run) -> dict[str, Cell]:
+    """The figures of a run that are known, by name."""
+    found, timings = dict[str, Cell](), [record.timing for record in run.timed]
     if run.best:
-        values = [e.metrics.get(run.monitor, math.nan) for e in (run.best, run.evals[-1])]
-        best, last = (format_metric(run.monitor, value) for value in values)
-        cards.append((f"Best {run.monitor}", best, f"at step {run.best.step}; last {last}"))
+        last = format_metric(run.monitor, run.evals[-1].metrics.get(run.monitor, math.nan))
+        found["best"] = Cell(run.best_summary, small=f"last {last}")
     if run.plans:
-        walls = [wall for _, _, wall in run.events if math.isfinite(wall)] or [0.0]
-        besides = f"{plural(len(run.plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
-        cards.append(("Time at work", format_seconds(run.worked_s), besides))
+        over = format_seconds(run.events[-1].wall - run.events[0].wall)
+        starts = f"{plural(len(run.plans), 'start')} over {over}"
+        worked_s = run.train[-1].seconds_total if run.train else 0.0  # what is repeated: once
+        found["time at work"] = Cell(format_seconds(worked_s), small=starts)
         sizes = [str(size) for size, _ in groupby(plan.world_size for plan in run.plans)]
         failures = plural(sum(isinstance(e, Failed) for e, _, _ in run.events), "failure")
-        cards.append(("Workers", " → ".join(sizes), f"{failures} of workers"))
-    if records:
-        step = 1e3 * median(r.timing.step_s for r in records)
-        cards.append(("Speed", run.speed, f"{step:.3g} ms a step"))
-        memory = max(r.timing.peak_memory_bytes for r in records)
-        cards.append(("Peak memory", format_bytes(memory), "of a worker"))
-        mfu = [r.timing.mfu for r in records[-50:] if r.timing.mfu is not None]
-        cards += [("MFU", format_share(median(mfu)), "of a worker")] if mfu else []
-    rows = [(Cell(name, "dim"), Cell(value, "big", small)) for name, value, small in cards]
-    return Table((), rows, "cards")
+        found["workers"] = Cell(" → ".join(sizes), small=failures)
+    if timings:
+        limit = f"{1e3 * median(each.step_s for each in timings):.3g} ms a step; {run.limit}"
+        found["speed"] = Cell(run.speed, small=limit.rstrip("; "))
+        memory = max(each.peak_memory_bytes for each in timings)
+        found["peak memory"] = Cell(format_bytes(memory), small="of a worker")
+        if mfu := [each.mfu for each in timings[-50:] if each.mfu is not None]:
+            found["MFU"] = Cell(format_share(median(mfu)), small="of a worker")
+    return found
 
 
 def _happenings(run: Run) -> Table:
     """What happened, in chronological order."""
     rows = []
     for one in happenings(run):
-        known = math.isfinite(one.wall)
-        when = f"{datetime.fromtimestamp(one.wall, timezone.utc):%m-%d %H:%M:%S}" if known else "?"
-        what = Cell(one.text, f"dot {one.kind}", more=one.detail.strip()[-_MOST_DETAIL:])
-        rows.append((when, "" if one.step is None else one.step, what))
+        what = Cell(one.text, f"dot {one.kind}", more=one.detail.strip()[-6000:])
+        rows.append((one.time[5:19].replace("T", " "), "" if one.step is None else one.step, what))
     return Table(("when (UTC)", "step", "what"), rows)
 
 
@@ -133,35 +130,27 @@ def _differing(columns: Mapping[str, Mapping[str, Any]]) -> Table:
     """The fields in which configs differ, with a column for each config."""
     rows = []
     for name in dict.fromkeys(name for each in columns.values() for name in each):
-        values = [_toml(each.get(name)) for each in columns.values()]
+        values = [as_text(each.get(name)) for each in columns.values()]
         if len({*values}) > 1 and name not in _FREE:
             rows.append([Cell(text, "code") for text in (name, *values)])
     return Table(("field", *columns), rows)
 
 
-def _environment(run: Run) -> str:
-    """Where it ran, and with which versions, as far as recorded."""
-    versions = (f"{name} {text}" for name, text in run.plan.versions.items())
-    return ", ".join([run.place, *sorted({*run.plan.hosts}), *versions])
-
-
-def sections_of_runs(runs: Sequence[Run], is_sweep: bool = False) -> Sections:
+def sections_of_runs(runs: Sequence[Run], is_sweep: bool) -> Sections:
     """Running runs first, then the newest; of a sweep, the best first, with what varies."""
-    values = [(run.value, each.metrics.get(run.monitor)) for run in runs for each in run.evals]
-    sign = 1 if any(each is not None and each > best for best, each in values) else -1
+    found = [(run.value, e.metrics.get(run.monitor, math.nan)) for run in runs for e in run.evals]
+    sign = 1 if any(each > best for best, each in found) else -1
 
     def rank(run: Run) -> tuple[Any, ...]:
-        wall = max((wall for _, _, wall in run.events), default=0.0)
-        newest = state_of(run).name != "running", -wall
+        newest = state_of(run).name != "running", -(run.events[-1].wall if run.events else 0.0)
         return (run.best is None, sign * run.value) if is_sweep else newest
 
     shown = sorted(runs, key=rank)
-    some = shown[:_MOST_CURVES]
     varying = _differing({run.name: run.config for run in shown if run.config})
     fields = [name.text for name, *_ in varying.rows] if is_sweep else []
     return [
         ("Runs", [*_by_field(shown, fields), _runs(shown, fields)]),
-        ("Curves", [*map(drawn, curves(some))] if some else []),
+        ("Curves", [*map(drawn, curves(shown[: len(COLORS)]))]),
         ("Where their configs differ", [] if is_sweep else [varying]),
     ]
 
@@ -172,34 +161,21 @@ def _by_field(runs: Sequence[Run], fields: Sequence[str]) -> Iterator[Drawn]:
         points = [(run.config.get(name), run.value) for run in runs if run.best]
         if len(points) > 1 and all(isinstance(x, int | float) for x, _ in points):
             xs, ys = np.array(sorted(points), dtype=float).T
-            metric = runs[0].monitor
-            scale = "share" if FRACTION.search(metric) else "any"
-            line = Line(metric, xs, ys, scale=scale)
+            line = Line(metric := runs[0].monitor, xs, ys, scale=scale_of(metric))
             yield drawn(Chart(f"{metric} by {name}", [line], (), "points", name))
 
 
 def _runs(runs: Sequence[Run], fields: Sequence[str]) -> Table:
-    """Each run with its state, progress and time left, and these fields of its config."""
-    rows = []
-    for number, run in enumerate(runs):
-        state = state_of(run)
-        done = run.last_step / (run.plan.total_steps or math.inf)
-        box = Cell(run.name)
-        if number < _MOST_CURVES:
+    """Each run with its state, progress and time left, these fields of its config, and figures."""
+    rows, found = [], [_figures(run) for run in runs]
+    names = [*dict.fromkeys(name for figures in found for name in figures)]
+    for number, (run, figures) in enumerate(zip(runs, found, strict=True)):
+        state, box = state_of(run), Cell(run.name)
+        if number < len(COLORS):
             box = Cell(run.name, style=f"--c: {COLORS[number]}", run=f"run{number}")
-        css, share = f"state progress {state.name}", 1.0 if state.name == "finished" else done
-        text = state.cause or state.summary
-        progress = Cell(state.name, css, text, style=f"--share: {share:.3f}")
-        best = Cell(run.best_summary or "-", small="" if fields else run.limit)
-        values = (Cell(_toml(run.config.get(name)), "code") for name in fields)
-        restarts = max(0, len(run.plans) - 1)
-        figures = (format_seconds(run.worked_s), run.speed, run.plan.world_size, restarts)
-        rows.append((box, progress, best, *values, *figures))
-    head = ("run", "progress", "best", *fields, "time at work", "speed", "workers", "restarts")
-    return Table(head, rows)
-
-
-def _toml(value: Any) -> str:
-    """A config value as in TOML."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return "not set" if value is None else text
+        css, text = f"state progress {state.name}", state.cause or state.summary
+        share = run.last_step / (run.plan.total_steps or math.inf)
+        progress = Cell(state.name, css, text, style=f"--share: {share:.1%}")
+        values = (Cell(as_text(run.config.get(name)), "code") for name in fields)
+        rows.append((box, progress, *values, *(figures.get(name, "-") for name in names)))
+    return Table(("run", "progress", *fields, *names), rows)

@@ -10,6 +10,7 @@ import io
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def predictions(run: Run) -> list[Part]:
 
 
 def _predictions(run: Run) -> list[Part]:
-    from raytrain_ddp.data.splits import open_splits
+    from raytrain_ddp.tools.inference.inputs import evaluation_of_run
     from raytrain_ddp.tools.inference.loaded_model import load
 
     data = run.manifest.config.get("data", {}) if run.manifest else {}
@@ -48,36 +49,33 @@ def _predictions(run: Run) -> list[Part]:
         raise ConfigError(f"{kind}:{name} is not in {root}/ here.")  # and is not downloaded
     # a run that trains has the GPU to itself
     model = load(run.place, device="cpu" if state_of(run).name == "running" else "auto")
-    config = model.config.data
-    if not model.takes_images or config.target_columns:
-        raise ConfigError(f"task = {model.config.task!r} is not an image classification.")
-    source = open_splits(config).eval
-    if source is None:
+    config, names = model.config, model.class_names
+    if not model.takes_images or config.data.target_columns:
+        raise ConfigError(f"task = {config.task!r} is not an image classification.")
+    if (source := evaluation_of_run(config, names)) is None:
         raise ConfigError("there is no evaluation set.")
-    names, labels, size = model.class_names, source.labels(), model.config.eval_micro_batch
+    labels, size = source.labels(), config.eval_micro_batch
     chunks = [range(at, min(at + size, len(labels))) for at in range(0, len(labels), size)]
     random.Random(0).shuffle(chunks)  # files are often sorted by class, and time is limited
     matrix = np.zeros((len(names), len(names)), dtype=int)
-    worst, until = list[tuple[float, str, str, Any]](), time.monotonic() + _MOST_S
+    worst, until = list[tuple[float, Cell, Any]](), time.monotonic() + _MOST_S
     for rows in chunks:
         images = [image for image, _ in source.read(np.array(rows))]
-        try:
-            found = model.predict(images)
-        except DataError:  # a bad record
-            continue
-        for row, image, each in zip(rows, images, found, strict=True):
-            truth, guess = names[labels[row]], each["class"]
-            matrix[labels[row], names.index(guess)] += 1
-            if truth != guess:
-                text = f"{truth} taken for {guess}"
-                about = f"{each['probability']:.0%} sure, {source.where(row).rpartition('/')[2]}"
-                worst.append((each["probabilities"][truth], text, about, image))
+        with suppress(DataError):  # a bad record
+            for row, image, each in zip(rows, images, model.predict(images), strict=True):
+                truth, guess = names[labels[row]], each["class"]
+                matrix[labels[row], names.index(guess)] += 1
+                if truth != guess:
+                    place = source.where(row).rpartition("/")[2]
+                    about = f"{each['probability']:.0%} sure, {place}"
+                    cell = Cell(f"{truth} taken for {guess}", small=about)
+                    worst.append((each["probabilities"][truth], cell, image))
         worst = sorted(worst, key=lambda mistake: mistake[0])[:_WORST]
         if time.monotonic() > until:
             break
     right = matrix.trace() / max(1, matrix.sum())
     of = f"{matrix.sum():,} of {len(labels):,} samples, with {model.checkpoint.name}"
-    mistakes = [[Cell(text, "", about, image=_uri(image))] for _, text, about, image in worst]
+    mistakes = [[cell._replace(image=_uri(image))] for _, cell, image in worst]
     pictures = Table((), mistakes, "cards pictures")
     return [f"{right:.2%} are correct: {of}.", classes(names, matrix), pictures]
 

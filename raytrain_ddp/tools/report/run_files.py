@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,18 +14,19 @@ from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
+    EVENTS_FILE,
+    FOLLOWED_FILE,
+    METRICS_FILE,
     newest_manifest,
     open_run,
-    read_events,
-    read_followed,
-    read_log,
+    parsed_lines,
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import fields_of, parse
-from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.events import Eval, LogRecord, Plan, Train
-from raytrain_ddp.formatting import format_count, format_metric
-from raytrain_ddp.records import Timed
+from raytrain_ddp.errors import PreflightError, first_line
+from raytrain_ddp.events import Eval, Plan, Train
+from raytrain_ddp.formatting import format_count, format_metric, plural
+from raytrain_ddp.records import Timed, log_records, stored_events
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Run:
         config: the fields in config.toml, by their full names.
         manifest: of the newest readable checkpoint.
         owner: the process that drives the run, as far as known.
+        damage: a line for each of its files that cannot be read in full.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     owner: Owner | None = None
+    damage: Sequence[str] = ()
 
     @property
     def plans(self) -> list[Plan]:
@@ -86,9 +89,14 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step in the log, the plans and the checkpoints."""
-        steps = [self.plan.start_step, *(record.step for record in self.train[-1:])]
-        steps += [each.step for each in self.evals[-1:]]
-        return max(*steps, self.manifest.step if self.manifest else 0)
+        known: list[Train | Eval | Manifest] = [*self.train[-1:], *self.evals[-1:]]
+        known += [self.manifest] if self.manifest else []
+        return max([self.plan.start_step, *(each.step for each in known)])
+
+    @property
+    def newest(self) -> list[Train]:
+        """The training records of the newest start."""
+        return [record for record in self.train if record.step > self.plan.start_step]
 
     @property
     def timed(self) -> list[Train]:
@@ -101,24 +109,11 @@ class Run:
         return split_of(self.timed).limit()
 
     @property
-    def worked_s(self) -> float:
-        """Seconds of training in all starts, without work that a later start repeated."""
-        return self.train[-1].seconds_total if self.train else 0.0
-
-    @property
     def speed(self) -> str:
-        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
-        record of the log."""
-        newest = [r for r in self.train if r.step > self.plan.start_step] or self.train
-        speed = median(record.samples_per_s for record in newest) if newest else math.nan
-        return "" if math.isnan(speed) else f"{format_count(speed)} {self.plan.unit}/s"
-
-
-def of_log(name: str, records: Sequence[LogRecord]) -> Run:
-    """A run of which only the log is known."""
-    evals = {each.step: each for each in records if isinstance(each, Eval)}
-    train = [each for each in records if isinstance(each, Train)]
-    return Run(name, train, [evals[step] for step in sorted(evals)])
+        """``1437 images/s``: of all workers, the median of the newest start; of a run that has
+        records."""
+        speed = median(record.samples_per_s for record in self.newest or self.train)
+        return f"{format_count(speed)} {self.plan.unit}/s"
 
 
 def read_run(place: str | Storage, name: str = "") -> Run:
@@ -132,26 +127,39 @@ def read_run(place: str | Storage, name: str = "") -> Run:
         PreflightError: the storage does not answer.
     """
     storage = open_run(place) if isinstance(place, str) else place
+    damage: list[str] = []
+
+    def text_of(file: str) -> str:
+        return storage.read(file).decode(errors="replace") if storage.exists(file) else ""
+
+    def records(file: str) -> list[dict[str, Any]]:
+        text = text_of(file)
+        found = parsed_lines(text.splitlines(), file)
+        lost = len(text.splitlines()) - len(found)
+        if lost > text.rpartition("\n")[2].startswith("{"):  # the last one may be on its way
+            damage.append(f"{file}: {plural(lost, 'line')} cannot be read")
+        return found
+
+    def config() -> dict[str, Any]:  # as it was written, whatever version did
+        try:
+            return dict(fields_of(parse(text_of(CONFIG_FILE))))
+        except (ValueError, RecursionError) as error:
+            damage.append(f"{CONFIG_FILE} cannot be read: {first_line(error)}")
+            return {}
+
     try:
-        return replace(
-            of_log(
-                name or storage.path.rstrip("/").rpartition("/")[2],
-                [*read_followed(storage), *read_log(storage)],
-            ),
-            place=storage.address,
-            events=[each for each in read_events(storage) if each.time],
-            config=_config_of(storage),
-            manifest=newest_manifest(storage),
-            owner=owner_of(storage),
+        log = log_records([*records(FOLLOWED_FILE), *records(METRICS_FILE)])
+        evals = {each.step: each for each in log if isinstance(each, Eval)}
+        return Run(
+            name or Path(storage.path).name,
+            [each for each in log if isinstance(each, Train)],
+            [evals[step] for step in sorted(evals)],
+            storage.address,
+            [each for each in stored_events(records(EVENTS_FILE)) if each.time],
+            config(),
+            newest_manifest(storage),
+            owner_of(storage),
+            damage,
         )
     except OSError as error:
         raise PreflightError(f"{storage}: cannot be read: {error}") from error
-
-
-def _config_of(storage: Storage) -> dict[str, Any]:
-    """As it was written, whatever version did; {} where there is none."""
-    if not storage.exists(CONFIG_FILE):
-        return {}
-    with suppress(ValueError):
-        return dict(fields_of(parse(storage.read(CONFIG_FILE).decode(errors="replace"))))
-    return {}

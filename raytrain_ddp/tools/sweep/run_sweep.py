@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import fmean
@@ -51,12 +51,10 @@ def prepared(args: SweepArgs, argv: Sequence[str]) -> Sweep:
         raise PreflightError("--search optuna needs Optuna: pip install 'raytrain_ddp[sweep]'.")
     points = random_points(space, config.seed, args.trials)
     configs = [with_point(config, point) for point in points]
-    varying = {part for each in space for part in (each.field, each.field.rpartition(".")[0])}
-    given = given_flags(argv)
-    for each in space:
-        if each.field in given:
-            raise ConfigError(f"{each.field} has no effect: --space varies it. Remove it.")
-    require_effect({*given, *varying}, *configs)
+    given, varying = given_flags(argv), {each.field for each in space}
+    for name in given & varying:
+        raise ConfigError(f"{name} has no effect: --space varies it. Remove it.")
+    require_effect({*given, *varying, *(name.rpartition(".")[0] for name in varying)}, *configs)
     epochs = max(point.epochs for point in configs)
     if args.asha >= epochs and not config.steps:
         raise ConfigError(f"--asha {args.asha} has no effect: a trial has {epochs} epochs.")
@@ -96,7 +94,7 @@ def run_sweep(args: SweepArgs, sweep: Sweep) -> int:
         TaskError: all trials have failed.
         RaytrainError: the trials do not fit into the cluster, or the storage does not answer.
     """
-    screen, status = Screen(Text, live=False), 0
+    screen, status, goal = Screen(Text, live=False), 0, load_task(sweep.base).goal
 
     def tell(text: str) -> None:
         screen.print(Text(text))
@@ -106,52 +104,49 @@ def run_sweep(args: SweepArgs, sweep: Sweep) -> int:
     with answered(sweep.base, lambda: Lease.take(sweep.folder, tell)):
         try:
             if len(sweep.over) < sweep.total:
-                _run(args, sweep, tell)
+                _run(args, sweep, goal, tell)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-    best = sweep.best(load_task(sweep.base).goal)
-    for title, text in _conclusion(sweep, best):
+    best = sweep.best(goal)
+    for title, text in _conclusion(sweep, best).items():
         screen.print(Text(f"{title:<9} {text}"), copied=True)
     if not best and len(sweep.over) == sweep.total:
         causes = (state_of(run).cause for run in sweep.over.values())
         raise TaskError(
-            f"all trials have failed: {next(filter(None, causes), 'see above')}\n"
-            "This sweep does not train them again: after a fix, give another --name."
+            f"all trials have failed ({next(filter(None, causes), 'see above')}). This sweep does "
+            "not train them again: after a fix, give another --name."
         )
     return status
 
 
-def _run(args: SweepArgs, sweep: Sweep, tell: Callable[[str], None]) -> None:
+def _run(args: SweepArgs, sweep: Sweep, goal: str, tell: Callable[[str], None]) -> None:
     from raytrain_ddp.ray_backend.cluster import cluster, only_one
     from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 
-    with (
-        only_one(),
-        ray_output_to_file(sweep.folder),
-        cluster(sweep.base, args.address, False, tell) as layout,
-    ):
+    started = cluster(sweep.base, args.address, False, tell)
+    with only_one(), ray_output_to_file(sweep.folder), started as layout:
         from raytrain_ddp.tools.sweep.tune_engine import run_trials  # imports Ray
 
         amounts, scaling = layout.per_worker, sweep.base.scaling
         # so that a run has the same threads later
         scaling = replace(scaling, use_gpu=layout.use_gpu, cpus_per_worker=amounts["CPU"])
         sweep.base = replace(sweep.base, scaling=scaling)
-        run_trials(args, sweep, amounts, tell)
+        run_trials(args, sweep, amounts, goal, tell)
 
 
-def _conclusion(sweep: Sweep, best: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The end of a sweep and what follows from it, as lines of (title, text)."""
+def _conclusion(sweep: Sweep, best: Sequence[str]) -> dict[str, str]:
+    """The end of a sweep and what follows from it, as lines by their titles."""
     plain = TrainConfig()
-    yield f"\n{sweep.base.name}", f"{len(sweep.over)} of {sweep.total} trials are over"
-    for name in best[:1]:
-        yield "best", sweep.shown(name)
+    lines = {f"\n{sweep.base.name}": f"{len(sweep.over)} of {sweep.total} trials are over"}
+    if best:
+        lines["best"] = sweep.shown(best[0])
         runs = [sweep.over[each] for each in best]
         if len(runs) > 1 and sweep.settings["seeds"] > 1:  # optuna may repeat a point
-            mean = fmean(run.value for run in runs)
-            yield "", f"{format_metric(runs[0].monitor, mean)} (mean of {len(runs)} seeds)"
-        config = replace(with_point(sweep.base, sweep.points[name]), name=None)
+            mean = format_metric(runs[0].monitor, fmean(run.value for run in runs))
+            lines[""] = f"{mean} (mean of {len(runs)} seeds)"
+        config = replace(with_point(sweep.base, sweep.points[best[0]]), name=None)
         config = replace(config, scaling=plain.scaling, storage=plain.storage)  # not the sweep's
-        yield "train it", command(config)
+        lines["train it"] = command(config)
     if len(sweep.over) < sweep.total:
-        yield "continue", "the same command again"
-    yield "report", f"raytrain report {shlex.quote(sweep.folder.address)}"
+        lines["continue"] = "the same command again"
+    return {**lines, "report": f"raytrain report {shlex.quote(sweep.folder.address)}"}

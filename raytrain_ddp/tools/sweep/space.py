@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from raytrain_ddp.config.field_types import as_text
+from raytrain_ddp.config.field_types import as_text, fields_below
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import scalar
 from raytrain_ddp.errors import ConfigError
 
-Value = str | int | float | bool | None
-Point = Mapping[str, Value]
+Point = Mapping[str, str | int | float | bool | None]
 
 _FORMS = "LOW:HIGH, log:LOW:HIGH with LOW above 0, or a list of different values such as 0.1,0.2"
 _FIXED = {"name", "storage", "seed", "scaling", "log", "checkpoint"}
@@ -46,17 +44,17 @@ def tidy(value: Any) -> Any:
 
 def parse_space(words: Sequence[str]) -> list[Dimension]:
     """The dimensions of ``FIELD=VALUES`` words. Whether a config has the fields and takes the
-    values is not checked.
+    values is not checked, but that ranges are of fields with fractions.
 
     Raises:
         ConfigError: a field cannot vary, or its values are wrong.
     """
-    found = {each.field: each for each in map(_dimension, words)}
-    if not found:
+    space = [_dimension(word) for word in words]
+    if not space:
         raise ConfigError("--space is missing: give the fields to vary, as in optim.lr=log:1e-3:1.")
-    if len(found) < len(words):
+    if len({each.field for each in space}) < len(space):
         raise ConfigError("--space: give each field once.")
-    return [*found.values()]
+    return space
 
 
 def _dimension(word: str) -> Dimension:
@@ -65,10 +63,16 @@ def _dimension(word: str) -> Dimension:
     if field.partition(".")[0] in _FIXED:
         raise ConfigError(f"--space {word}: {field} cannot vary; see --seeds for the seed.")
     is_log = text.startswith("log:")
-    with suppress(ValueError):  # a list
+    try:
         low, high = (tidy(float(end)) for end in text.removeprefix("log:").split(":"))
-        if low < high < math.inf and (low > 0 or not is_log):
-            return Dimension(field, "loguniform" if is_log else "uniform", (low, high))
+        is_range = low < high < math.inf and (low > 0 or not is_log)
+    except ValueError:
+        is_range = False
+    if is_range:
+        kinds = {each: about.type for each, about in fields_below(TrainConfig)}
+        if "float" not in str(kinds.get(field, "float")).split(" | "):
+            raise ConfigError(f"--space {word}: {field} takes no range, but a list of values.")
+        return Dimension(field, "loguniform" if is_log else "uniform", (low, high))
     values = [None if part == "None" else scalar(part) for part in text.split(",")]
     if len({*map(repr, values)}) < max(2, len(values)):
         raise ConfigError(f"--space {word}: write FIELD=VALUES, where VALUES is {_FORMS}.")

@@ -64,6 +64,17 @@ class Sweep:
         run = read_run(self.folder.join(name), name)
         return run, state_of(run)
 
+    def end(self, name: str, cause: str) -> str:
+        """Takes over the run of a trial that has ended; returns a line about it.
+
+        Args:
+            cause: of its failure, as Tune knows it; "" for none.
+        """
+        self.over[name], state = self.read(name)
+        ended = state.name if state.name in OVER else "stopped"  # it may be about to end
+        shown, cause = "failed" if cause else ended, state.cause or cause
+        return f"{shown}  {self.shown(name)}  ({len(self.over)} of {self.total})  {cause}".rstrip()
+
     def shown(self, name: str) -> str:
         """A trial that is over, with its best evaluation and its point, as text."""
         point = (f"{field} {as_text(value)}" for field, value in self.points[name].items())

@@ -28,22 +28,16 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import answered
-from raytrain_ddp.errors import (
-    ConfigError,
-    DataError,
-    DivergedError,
-    RunLockedError,
-    first_line,
-)
-from raytrain_ddp.events import Eval, LogRecord, SweepStop
+from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError, first_line
+from raytrain_ddp.events import Eval, SweepStop
+from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker import require_folder
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
-from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.tools.sweep.space import parse_space, tidy
-from raytrain_ddp.tools.sweep.trials import OVER, Sweep, trial_config
-from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.tools.sweep.trials import Sweep, trial_config
+from raytrain_ddp.training.membership import Membership
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.sweep.__main__ import SweepArgs
@@ -63,12 +57,17 @@ _training: list[threading.Thread] = []  # in the process of a trial
 
 
 def run_trials(
-    args: SweepArgs, sweep: Sweep, amounts: Mapping[str, float], tell: Callable[[str], None]
+    args: SweepArgs,
+    sweep: Sweep,
+    amounts: Mapping[str, float],
+    goal: str,
+    tell: Callable[[str], None],
 ) -> None:
     """Runs the trials that are missing on the Ray that this process is connected to.
 
     Args:
         amounts: of each resource of Ray that a trial takes.
+        goal: of the task.
         tell: takes a line for each trial that is over.
     """
     base, lease = sweep.base, holder(sweep.folder)
@@ -88,8 +87,18 @@ def run_trials(
             for thread in _training:  # Tune would not wait for the checkpoint
                 thread.join()
 
+    class Follower(tune.Callback):  # type: ignore[misc]
+        def __reduce__(self) -> Any:
+            return tune.Callback, ()  # Tune wants to pickle it, for a restoration
+
+        def on_trial_complete(self, trial: Any, **_: Any) -> None:
+            tell(sweep.end(trial.config["trial"]["name"], trial.last_result.get("cause", "")))
+
+        def on_trial_error(self, trial: Any, **_: Any) -> None:
+            cause = str(trial.get_error()).strip().rpartition("\n")[2]
+            tell(sweep.end(trial.config["trial"]["name"], cause))
+
     answered(base, sweep.save)
-    goal = load_task(base).goal
     search = _optuna(args, sweep, goal) if args.search == "optuna" else None
     with applied_settings(_SETTINGS), tempfile.TemporaryDirectory() as own:
         tune.Tuner(
@@ -105,34 +114,10 @@ def run_trials(
             run_config=tune.RunConfig(
                 storage_path=own,
                 verbose=0,
-                callbacks=[Follower(sweep, tell)],
+                callbacks=[Follower()],
                 failure_config=tune.FailureConfig(max_failures=_STARTS - 1),
             ),
         ).fit()
-
-
-class Follower(tune.Callback):  # type: ignore[misc]
-    """Tells which trials are over."""
-
-    def __init__(self, sweep: Sweep, tell: Callable[[str], None]) -> None:
-        self._sweep, self._tell = sweep, tell
-
-    def __reduce__(self) -> Any:
-        return tune.Callback, ()  # Tune wants to pickle it, for a restoration
-
-    def on_trial_complete(self, trial: Any, **_: Any) -> None:
-        self._end(trial, trial.last_result.get("cause", ""))
-
-    def on_trial_error(self, trial: Any, **_: Any) -> None:
-        self._end(trial, str(trial.get_error()).strip().rpartition("\n")[2])
-
-    def _end(self, trial: Any, cause: str) -> None:
-        name, sweep = trial.config["trial"]["name"], self._sweep
-        sweep.over[name], state = sweep.read(name)
-        ended = state.name if state.name in OVER else "stopped"  # it may be about to end
-        shown, cause = "failed" if cause else ended, state.cause or cause
-        over = f"({len(sweep.over)} of {sweep.total})"
-        self._tell(f"{shown}  {sweep.shown(name)}  {over}  {cause}".rstrip())
 
 
 def _asha(args: SweepArgs, sweep: Sweep, goal: str) -> ASHAScheduler:
@@ -150,7 +135,7 @@ def _asha(args: SweepArgs, sweep: Sweep, goal: str) -> ASHAScheduler:
         known = SimpleNamespace(trial_id=run.name)
         scheduler.on_trial_add(None, known)
         for each in run.evals:
-            scheduler.on_trial_result(None, known, reached(each))
+            scheduler.on_trial_result(None, known, _reached(each))
     return scheduler
 
 
@@ -188,7 +173,7 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     """Trains the run of a trial to its end; resumes it if it exists.
 
     Args:
-        report: takes what each evaluation has `reached`; raises SystemExit to stop the run.
+        report: takes what each evaluation has reached; raises SystemExit to stop the run.
 
     Returns:
         The best "value", or the "cause" of a failure that would come again.
@@ -199,7 +184,7 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     until_s = time.monotonic() + _LOCKED_S
     while True:
         try:
-            end = fit_locally(config(), session=partial(TrialSession, report))
+            end = fit_locally(config(), membership=partial(TrialMembership, report))
             break
         except (ConfigError, DataError, DivergedError) as error:
             return {"cause": first_line(error)}
@@ -212,23 +197,23 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     return {"value": end.best.get(end.monitor)}
 
 
-def reached(record: Eval) -> Result:
+def _reached(record: Eval) -> Result:
     """What Tune hears of an evaluation."""
     return {"epochs": record.epoch + 1, "value": record.metrics.get(record.monitor, math.nan)}
 
 
-class TrialSession(LocalSession):
+class TrialMembership(Membership):
     """Reports as `train_trial` says."""
 
     def __init__(self, report: Callable[[Result], None], *args: Any) -> None:
         super().__init__(*args)
         self._report = report
 
-    def log(self, record: LogRecord) -> None:
-        super().log(record)
+    def show(self, event: Event) -> None:
+        super().show(event)
         try:
-            if isinstance(record, Eval) and not self._signal:
-                self._report(reached(record))
+            if isinstance(event, Eval) and not self._signal:
+                self._report(_reached(event))
         except SystemExit:
             self._reported, self._signal = True, signal.SIGTERM
-            self.tell(SweepStop())
+            self.show(SweepStop())

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.errors import ConfigError, TaskError, first_names
+from raytrain_ddp.errors import ConfigError, first_names
 from raytrain_ddp.training.gradients.tree_sum import TreeSum
-from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor, from_all_ranks
 
 
@@ -43,23 +43,22 @@ class DdpReduction:
 
     def __init__(self, net: nn.Module, scale: float, world: World) -> None:
         self._net, self.scale, self._world = net, scale, world
-        self._reduced: dict[int, tuple[str, nn.Parameter]] = {}
-        self._missing = missing = set[int]()  # ids of those without a gradient in this pass
+        self._reduced: dict[int, tuple[str, nn.Parameter]] = {}  # by id
+        self._found = found = set[int]()  # ids of those that have a gradient in this pass
         if isinstance(net, DistributedDataParallel):
             for name, parameter in net.module.named_parameters():
                 if parameter.requires_grad:
                     self._reduced[id(parameter)] = name, parameter
-                    parameter.register_post_accumulate_grad_hook(lambda p: missing.discard(id(p)))
-        self._missing.update(self._reduced)
+                    parameter.register_post_accumulate_grad_hook(lambda p: found.add(id(p)))
 
     def require_all(self, _: nn.Module) -> None:
         """Ends the backward pass of a warm-up; all ranks take part. Raises ConfigError if a
         parameter that needs a gradient has none."""
         if isinstance(self._net, DistributedDataParallel):
             if self._net.static_graph:  # it ignores what its first passes do not use
-                for key in self._missing:
-                    self._reduced.pop(key, None)
-            require_used(self._complete(was_called=True), self._world)
+                found = self._found
+                self._reduced = {key: each for key, each in self._reduced.items() if key in found}
+            require_used(self._complete(), self._world)
 
     def begin(self) -> None:
         """Begins a step; there are no gradients yet."""
@@ -78,26 +77,19 @@ class DdpReduction:
             with self._net.no_sync():
                 yield
         else:
-            self._missing.update(self._reduced)
-            with counting_calls(self._net) as calls:
-                yield
-            self.unused = self._complete(bool(calls))
+            self._found.clear()
+            yield
+            self.unused = self._complete()
 
-    def _complete(self, was_called: bool) -> list[str]:
+    def _complete(self) -> list[str]:
         """Completes DDP's reduction on all ranks; returns the names of the parameters without a
         gradient here, unless none has one."""
-        lacking = [self._reduced[key] for key in self._reduced if key in self._missing]
+        lacking = [each for key, each in self._reduced.items() if key not in self._found]
         net, is_none = self._net, len(lacking) == len(self._reduced)
-        if not was_called and not is_none:
-            raise TaskError(
-                "the task's loss calls the model itself in this step, not the one that it "
-                "receives, so gradients are not summed over the workers: call model(...)."
-            )
-        self._missing.update(self._reduced)
+        self._found.clear()
         if not lacking or (net.find_unused_parameters and not is_none):  # DDP itself completes it
             return []
-        names = [name for name, _ in lacking]
-        parameters = [parameter for _, parameter in lacking]
+        names, parameters = [name for name, _ in lacking], [each for _, each in lacking]
         if is_none:  # the loss may not even have called the model, which prepares the reduction
             parameters = parameters[:1] if net.find_unused_parameters else parameters
             model, net.module = net.module, nn.Identity()
@@ -150,14 +142,13 @@ def require_used(unused: Sequence[str], world: World, step: int = 0) -> None:
     """
     found = {rank: names for rank, names in enumerate(from_all_ranks(unused, world)) if names}
     for rank, names in found.items():
-        where = f" of rank {world.of_run(rank)} in step {step}" if step else ""
-        raise _unused("with several workers", where, names, "or")
+        raise _unused(names, f" of rank {world.of_run(rank)} in step {step}" if step else "")
 
 
-def _unused(condition: str, where: str, names: Sequence[str], more: str) -> ConfigError:
+def _unused(names: Sequence[str], where: str = "") -> ConfigError:
     return ConfigError(
-        f"{condition}: the loss{where} does not depend on {first_names(names, 3)}: freeze "
-        f"parameters that are not trained (requires_grad_(False)), {more} set "
+        f"the loss{where} does not depend on {first_names(names, 3)}: freeze parameters that are "
+        "not trained (requires_grad_(False)), or, if weight decay may change them, set "
         "--ddp.find-unused-parameters true."
     )
 
@@ -192,8 +183,7 @@ class ExactReduction:
         pass."""
         named = model.named_parameters()
         if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
-            more = "or, if weight decay may change them,"
-            raise _unused("exact = true", "", unused, more)
+            raise _unused(unused)
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged
@@ -329,21 +319,25 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. `broadcast_model` synchronizes the weights, and
-    SlotBuffers the buffers."""
+def in_ddp(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
+    """The model in DistributedDataParallel; unchanged for a single worker. `broadcast_model`
+    synchronizes the weights, and SlotBuffers the buffers."""
+    if world.size == 1:
+        return model
     ddp = config.ddp
-    return {
-        "bucket_cap_mb": ddp.bucket_cap_mb,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "static_graph": ddp.static_graph,
-        "find_unused_parameters": ddp.find_unused_parameters,
-        "init_sync": False,
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=ddp.bucket_cap_mb,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        static_graph=ddp.static_graph,
+        find_unused_parameters=ddp.find_unused_parameters,
+        init_sync=False,
         **_no_buffer_sync(),
-    }
+    )
 
 
-def _no_buffer_sync() -> dict[str, bool]:
+def _no_buffer_sync() -> dict[str, Any]:
     """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"

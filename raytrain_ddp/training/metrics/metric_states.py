@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.data.loading.nested import map_leaves
-from raytrain_ddp.errors import TaskError, did_you_mean
+from raytrain_ddp.errors import TaskError, did_you_mean, first_line
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
 from raytrain_ddp.training.runtime.world import World, broadcast
@@ -20,7 +20,7 @@ from raytrain_ddp.training.runtime.world import World, broadcast
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-MOST_NUMBERS = 4096
+MAX_NUMBERS = 4096
 """Larger values are left out of the log, which is part of each checkpoint."""
 
 _CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class TreeMetrics:
         given: the metrics that `Task.evaluate` updates.
 
     Raises:
-        TaskError: the states of a metric cannot be merged.
+        TaskError: a metric has no states.
     """
 
     def __init__(self, task: Task, metrics: Any, device: torch.device) -> None:
@@ -52,7 +52,12 @@ class TreeMetrics:
         self._task = task
         self._nodes: list[tuple[int, int, State | None]] = []
         for name, metric in self._metrics.items():
-            require_mergeable(task, name, metric)
+            if not metric.metric_state:
+                raise TaskError(
+                    f"{place_of(task.metrics)}: the metric {name!r}, a {type(metric).__name__}, "
+                    "has no states of its own: everything that compute() needs must be a state "
+                    "(add_state); instead of a wrapper, return the wrapped metric."
+                )
             metric.to(device)
             metric.distributed_available_fn = lambda: False  # states are merged here
 
@@ -74,13 +79,9 @@ class TreeMetrics:
         """The metrics that were not updated since `reset`, as far as they report it."""
         return [n for n, m in self._metrics.items() if not getattr(m, "update_called", True)]
 
-    def take(self, chunk: int, has_samples: bool) -> None:
-        """Takes the metrics' current state as that of `chunk`; chunks come in order."""
-        self._add(0, chunk, self.state() if has_samples else None)
-
-    def take_all(self, other: TreeMetrics) -> None:
-        """Moves the collected states of another TreeMetrics into this one."""
-        self._nodes, other._nodes = other._nodes, []
+    def take(self, chunk: int, state: State | None) -> None:
+        """Takes the state over `chunk`; None: it has no samples. Chunks come in order."""
+        self._add(0, chunk, state)
 
     def _add(self, level: int, index: int, state: State | None) -> None:
         while index % 2 and self._nodes and self._nodes[-1][:2] == (level, index - 1):
@@ -91,11 +92,21 @@ class TreeMetrics:
     def _merged(self, left: State | None, right: State | None) -> State | None:
         if left is None or right is None:
             return right if left is None else left
+        self._become(right, left)  # torchmetrics puts the argument first
+        return self.state()
+
+    def _become(self, *states: State) -> None:
+        """Merges states into metrics that are reset before."""
         self.reset()
         for name, metric in self._metrics.items():
-            metric.merge_state(right[name])  # torchmetrics puts the argument first
-            metric.merge_state(left[name])
-        return self.state()
+            try:
+                for state in states:
+                    metric.merge_state(state[name])
+            except Exception as error:
+                raise TaskError(
+                    f"{place_of(self._task.metrics)}: the metric {name!r} cannot be merged over "
+                    f"chunks of the data: {first_line(error)}."
+                ) from error
 
     def values(self, world: World) -> dict[str, Tensor]:
         """The values over all chunks, on the CPU; all ranks take part and get the same."""
@@ -117,10 +128,7 @@ class TreeMetrics:
         whole: State | None = None
         while self._nodes:  # nodes without a sibling, the last first
             whole = self._merged(self._nodes.pop()[2], whole)
-        self.reset()
-        if whole is not None:
-            for name, metric in self._metrics.items():
-                metric.merge_state(whole[name])
+        self._become(*(() if whole is None else (whole,)))
         return self.computed()
 
     def computed(self) -> dict[str, Tensor]:
@@ -157,9 +165,9 @@ def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def tables(values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The other values, as nested lists; of those with more than MOST_NUMBERS, only the shape."""
+    """The other values, as nested lists; of those with more than MAX_NUMBERS, only the shape."""
     return {
-        name: value.tolist() if value.numel() <= MOST_NUMBERS else {"shape": list(value.shape)}
+        name: value.tolist() if value.numel() <= MAX_NUMBERS else {"shape": list(value.shape)}
         for name, value in values.items()
         if value.numel() != 1
     }
@@ -177,47 +185,6 @@ def require_monitor(task: Task, values: Mapping[str, Tensor]) -> None:
             f"the task's monitor is {monitor!r}, whose value is not a single number (shape {shape})"
         )
     raise TaskError(f"{place_of(task.metrics)}: {problem}.{did_you_mean(monitor, names)}")
-
-
-def require_mergeable(task: Task, name: str, metric: Metric) -> None:
-    """Checked early: torchmetrics reports it only at the end, and never for a mean (it becomes
-    inf).
-
-    Raises:
-        TaskError: the states of two chunks cannot be merged.
-    """
-    what = f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks of the data"
-    parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
-    if not metric.metric_state and not parts[1:]:
-        raise TaskError(
-            f"{what}: {type(metric).__name__} has no states: everything that compute() needs must "
-            "be a state (add_state)."
-        )
-    if not metric.metric_state or len(parts) > 1:
-        raise TaskError(
-            f"{what}: a {type(metric).__name__} wraps other metrics and holds their states. Return "
-            "the wrapped metric; non-scalar values are kept too."
-        )
-    if type(metric).merge_state.__module__ != "torchmetrics.metric":
-        return  # it defines its own merge
-    reductions, defaults = metric._reductions, metric._defaults
-    unweighted = [
-        key
-        for key, reduction in reductions.items()
-        if getattr(reduction, "__name__", "") == "dim_zero_mean"
-        or (reduction is None and isinstance(defaults[key], Tensor))
-    ]
-    if unweighted:
-        raise TaskError(
-            f"{what}: its state {unweighted[0]!r} is a mean, or has no dist_reduce_fx; store a "
-            "sum and a count instead."
-        )
-    if metric.full_state_update is not False:
-        raise TaskError(
-            f"{what}: {type(metric).__name__}.full_state_update is {metric.full_state_update}. "
-            "Use another metric; or, if its updates do not depend on earlier ones, a subclass that "
-            "sets it to False."
-        )
 
 
 def _ungrouped(metrics: Any) -> Any:

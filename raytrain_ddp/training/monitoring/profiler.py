@@ -6,28 +6,31 @@ import gzip
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.run_folder import PROFILES
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.monitoring.watchdog import WRITING
 from raytrain_ddp.training.runtime.world import World
 
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
 _BEFORE = 10  # skipped steps of each start: the first ones are slower
-_ROWS, _NAME_WIDTH = 8, 44
+_ROWS, _NAME_WIDTH = 100, 80
 
 
 class Profile:
     """Traces `log.profile_steps` steps of each start on the ranks of `log.profile_ranks`.
 
     Args:
-        run: receives the trace, in Chrome's format.
+        run: receives the trace, in Chrome's format, and the slowest operations, as text.
         clock: notified, as writing the trace takes time.
-        tell: receives a note with the slowest operations, on rank 0.
+        tell: receives a note, on rank 0.
     """
 
     def __init__(
@@ -38,11 +41,12 @@ class Profile:
         clock: Clock,
         tell: Callable[[Event], None],
     ) -> None:
-        is_traced = world.of_run(world.rank) in log.profile_ranks
-        self._steps = log.profile_steps if is_traced else 0
-        self._world, self._run, self._clock, self._tell = world, run, clock, tell
-        self._begun = 0  # steps of this start
-        self._trace: Any = None
+        self._rank = world.of_run(world.rank)
+        self._left = log.profile_steps if self._rank in log.profile_ranks else 0
+        self._on_gpu = world.device.type == "cuda"
+        self._run, self._clock, self._tell = run, clock, tell
+        self._first = self._step = 0
+        self._trace: profile | None = None
 
     def __enter__(self) -> Profile:
         return self
@@ -50,72 +54,55 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         """Ends the trace, as the run may end or fail before the trace is complete."""
         if self._trace is not None:
-            self._end(self._begun - _BEFORE)
+            self._end(self._trace)
 
     def begin_step(self, step: int) -> None:
         """Called before each step, from 1."""
-        if not self._steps:
+        if not self._left:
             return
-        self._begun += 1
         self._clock.mark("data")
-        if self._begun == _BEFORE + 1:
-            self._first = step
+        self._first, self._step = self._first or step + _BEFORE, step
+        if self._trace is not None and step == self._first + self._left:
+            self._step -= 1
+            self._end(self._trace)
+        elif self._trace is None and step == self._first:
             self._start()
-        elif self._begun == _BEFORE + self._steps + 1:
-            self._end(self._steps)
         self._clock.mark("other")
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        activities = [ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        trace = profile(activities=activities, acc_events=True)  # torch 2.10 warns without it
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        trace = profile(activities=kinds, acc_events=True)  # torch 2.10 warns without it
         try:
             trace.start()
+            self._trace = trace
         except RuntimeError as error:  # for example when another profiler is active
-            self._steps = 0
+            self._left = 0
             self._tell(Note(f"cannot trace steps: {error}"))
-            return
-        self._trace = trace
 
-    def _end(self, steps: int) -> None:
-        trace, self._trace, self._steps = self._trace, None, 0
+    def _end(self, trace: profile) -> None:
+        self._trace, self._left = None, 0
         self._clock.doing = WRITING
         trace.stop()
-        last = self._first + steps - 1
-        rank = self._world.of_run(self._world.rank)
-        name = f"rank-{rank}-steps-{self._first}-{last}.json.gz"
+        name = f"rank-{self._rank}-steps-{self._first}-{self._step}"
+        times = trace.key_averages().table(
+            sort_by=f"self_{'device' if self._on_gpu else 'cpu'}_time_total",
+            row_limit=_ROWS,
+            max_name_column_width=_NAME_WIDTH,
+        )
+        where = f"{self._run}/{PROFILES}"
+        text = f"the trace of steps {self._first} to {self._step} is in {where}: {name}.json.gz, "
+        text += f"for Perfetto, and {name}.txt, its operations by time"
         try:
-            self._keep(trace, name)
-            where = f"; {name} is in {self._run}/{PROFILES}: open it in Perfetto."
+            with TemporaryDirectory() as folder:
+                plain = Path(folder, "trace.json")
+                trace.export_chrome_trace(str(plain))
+                content = gzip.compress(plain.read_bytes(), 5)
+            profiles = self._run.join(PROFILES)
+            profiles.mkdir()
+            profiles.write_atomic(f"{name}.json.gz", content)
+            profiles.write_atomic(f"{name}.txt", times.encode())
         except (OSError, RuntimeError) as error:
-            where = f"; {name} cannot be written: {error}"
-        table = "\n".join(_table(trace, steps, self._world.device.type == "cuda"))
-        self._tell(Note(f"steps {self._first} to {last}{where}\n{table}"))
-
-    def _keep(self, trace: Any, name: str) -> None:
-        with TemporaryDirectory() as folder:
-            plain = Path(folder) / "trace.json"
-            trace.export_chrome_trace(str(plain))
-            content = gzip.compress(plain.read_bytes(), 5)
-        profiles = self._run.join(PROFILES)
-        profiles.mkdir()
-        profiles.write_atomic(name, content)
-
-
-def _table(trace: Any, steps: int, on_gpu: bool) -> list[str]:
-    """The operations with the most time of their own: on the GPU if there is one."""
-    times = [
-        (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key)
-        for e in trace.key_averages()
-    ]
-    whole = sum(time_us for time_us, _, _ in times) or 1
-    rows = sorted(times, reverse=True)[:_ROWS]
-    head = f"  {'operation':<{_NAME_WIDTH}}   share  ms/step  calls"
-    return [head] + [
-        f"  {key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {100 * time_us / whole:4.0f} %  "
-        f"{time_us / 1e3 / steps:7.2f}  {count / steps:5.0f}"
-        for time_us, count, key in rows
-    ]
+            text = f"the trace {name} cannot be written: {error}"
+        self._tell(Note(text))

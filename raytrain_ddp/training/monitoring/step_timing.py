@@ -1,30 +1,55 @@
-"""Combines the ranks' clocks: time per phase, the slowest rank, GPU utilization (MFU).
+"""Measures where the time goes: each moment of the training belongs to one phase.
 
-A rank that keeps slowing the others down is reported: once, and again when it changes.
+Each rank has a clock. At each record of the log the clocks are combined: time per phase, the
+slowest rank, GPU utilization (MFU). A rank that keeps slowing the others down is reported: once,
+and again when it changes.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import resource
-import warnings
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from statistics import median
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
 from raytrain_ddp.torch_compat import all_gather
-from raytrain_ddp.training.monitoring.phase_clock import PHASES
-from raytrain_ddp.training.runtime.determinism import Tracker
 from raytrain_ddp.training.runtime.world import World
+
+T = TypeVar("T")
+
+PHASES = (
+    "data",  # waiting for a batch
+    "copy",  # of it to the device, as far as the previous step did not hide it
+    "compute",  # forward and backward
+    "communication",  # all-reduces of gradients and buffers that compute did not hide
+    "optimizer",
+    "checkpoint",  # blocked by a checkpoint
+    "evaluation",
+    "other",  # agreement, logging, kernel launches
+)
+_WORK = ("data", "copy", "compute", "optimizer")  # phases in which a rank does not wait for others
+
+STARTING, EXCHANGING, AGREEING = "start-up", "gradient exchange", "agreement"
+_NEXT = {  # what the host does after a mark of this phase
+    "other": "data wait",
+    "data": "compute",
+    "copy": "compute",
+    "compute": EXCHANGING,
+    "communication": "optimizer",
+    "optimizer": AGREEING,
+    "checkpoint": AGREEING,
+    "evaluation": AGREEING,
+}
 
 # Dense peak FLOP/s in fp16 and bf16 with fp32 accumulation, from NVIDIA's data sheets. The first
 # name that is among the words of a GPU's name applies.
@@ -48,39 +73,156 @@ _PEAKS = {
     "RTX 3090": 71e12,
 }
 _FP16_ONLY = {"V100-PCIE", "V100", "T4"}
-_WORK = ("data", "copy", "compute", "optimizer")  # phases in which a rank does not wait for others
 _SLOWER = 2.0  # times the others
 _LINES = 5
 
 
-class Reading(NamedTuple):
-    """One rank's measurements since the last reading.
+class Clock:
+    """Ends a phase at each mark: the time between two marks belongs to the phase of the second.
+
+    On a GPU the phases are those of the device, measured by events in its stream without waiting
+    for it: "data" is its idle time. On a CPU they are the host's.
 
     Args:
-        seconds: of training since the last reading; see `Clock.window`.
-        phases: seconds by phase, in the order of PHASES.
-        peak_memory_bytes: of the device, or of this process.
+        device: of the training.
+
+    Attributes:
+        doing: what the host does now; read by the watchdog, in another thread.
+        steps: finished since `start`.
+        moved_s: the time of the last progress, by `time.monotonic`.
     """
 
-    seconds: float
-    phases: tuple[float, ...]
-    peak_memory_bytes: int
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._free: list[torch.cuda.Event] = []
+        self.doing = STARTING
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock; earlier time does not count."""
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase
+        self._before: dict[str, float] = {}  # when the window began
+        self._started = self._window_started = self.moved_s = time.monotonic()
+        self.steps = 0
+        self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not yet reached by the device
+        self._last_s = time.perf_counter()
+        if self._on_gpu:
+            self._last = self._event()
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark was `phase`. May be called by a thread of the backward
+        pass."""
+        self.doing = _NEXT[phase]
+        if self._on_gpu:
+            self._open.append((phase, self._event()))
+            return
+        now_s = time.perf_counter()
+        self.seconds[phase] += now_s - self._last_s
+        self._last_s = now_s
+
+    @contextmanager
+    def part(self, phase: str) -> Iterator[None]:
+        self.mark("other")
+        self.doing = phase
+        self.beat()
+        try:
+            yield
+        finally:
+            self.doing = "other"  # also after an error: the watchdog waits longer for some phases
+        self.mark(phase)
+        self.beat()
+
+    @contextmanager
+    def also(self, what: str) -> Iterator[None]:
+        """Tells the watchdog what rank 0 does while the others wait for it, unless it waits longer
+        for what is done now."""
+        before = self.doing
+        if before not in ("checkpoint", "evaluation", STARTING):
+            self.doing = what
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    def beat(self) -> None:
+        """Reports progress within an operation that takes longer than a step."""
+        self.moved_s = time.monotonic()
+
+    def waits(self, steps: Iterator[T]) -> Iterator[T]:
+        """Passes the steps' items on; the time spent waiting for them is "data"."""
+        while True:
+            self.mark("other")
+            self._drain()
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+            self.mark("data")
+            yield item
+            self.steps += 1
+            self.beat()
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Ends "compute" when all gradients of `loss` exist but are not yet summed over ranks;
+        the rest of the backward pass is "communication"."""
+        engine = torch.autograd.Variable._execution_engine  # as DDP itself does
+        loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark("compute")))
+
+    def window(self) -> tuple[float, dict[str, float]]:
+        """(seconds of training, seconds by phase) since the last call. Training excludes evaluation
+        and checkpoints. On a GPU, phases are included as far as the device has come."""
+        self._drain()
+        now = time.monotonic()
+        phases = {phase: s - self._before.get(phase, 0.0) for phase, s in self.seconds.items()}
+        self._before = dict(self.seconds)
+        besides = phases.get("evaluation", 0.0) + phases.get("checkpoint", 0.0)
+        trained = max(1e-9, now - self._window_started - besides)
+        self._window_started = now
+        return trained, phases
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _drain(self) -> None:
+        """Collects the events that the device has reached."""
+        while self._open and self._open[0][1].query():
+            phase, event = self._open.popleft()
+            self.seconds[phase] += self._last.elapsed_time(event) / 1e3
+            self._free.append(self._last)
+            self._last = event
 
 
-def gathered(mine: Reading, world: World) -> list[Reading]:
-    """The readings of all ranks, by rank; all ranks take part. As one tensor: this is in the
-    training loop, where `from_all_ranks` would cost two collectives and pickles."""
+def measured(seconds: float, phases: Mapping[str, float], world: World) -> Tensor:
+    """What each rank has measured since the last record; all ranks take part.
+
+    Args:
+        seconds, phases: see `Clock.window`.
+
+    Returns:
+        Shape (ranks, 2 + phases): seconds, the peak memory of the device (on a CPU, of the
+        process) in bytes, and the seconds of each of PHASES. One tensor, as this is in the
+        training loop, where `from_all_ranks` would cost two collectives and pickles.
+    """
+    if world.device.type == "cuda":
+        memory_bytes = torch.cuda.max_memory_allocated(world.device)
+    else:
+        memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    each = [phases.get(phase, 0.0) for phase in PHASES]
+    mine = torch.tensor([seconds, memory_bytes, *each], dtype=torch.float64)
     if world.size == 1:
-        return [mine]
-    flat = [mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
-    parts = torch.empty(world.size * len(flat), dtype=torch.float64)
-    all_gather(parts, torch.tensor(flat, dtype=torch.float64))
-    rows = parts.view(world.size, -1).tolist()
-    return [Reading(seconds, tuple(phases), int(memory)) for seconds, memory, *phases in rows]
+        return mine.unsqueeze(0)
+    table = mine.new_empty(world.size, len(mine))
+    all_gather(table, mine)
+    return table
 
 
 def summary(
-    readings: Sequence[Reading],
+    table: Tensor,
     steps: int,
     flops_per_s: float,
     peak: float | None,
@@ -89,65 +231,45 @@ def summary(
     """The timing of `steps` steps for the log.
 
     Args:
+        table: see `measured`.
         flops_per_s: achieved by a rank; 0 if unknown.
         peak: FLOP/s that its GPU can achieve; None if unknown.
         of_run: see `World.of_run`.
     """
-    slowest = _slowest(readings) if len(readings) > 1 else None
+    spent = table[:, 2:]
+    means = zip(PHASES, (spent.mean(0) / steps).tolist(), strict=True)
     return Timing(
-        step_s=max(reading.seconds for reading in readings) / steps,
-        split_s=_split(readings, steps),
-        peak_memory_bytes=max(reading.peak_memory_bytes for reading in readings),
-        slowest=slowest and replace(slowest, rank=of_run(slowest.rank)),
+        step_s=table[:, 0].max().item() / steps,
+        split_s={phase: mean for phase, mean in means if mean > 0},
+        peak_memory_bytes=int(table[:, 1].max()),
+        slowest=_slowest(spent, of_run) if len(table) > 1 else None,
         flops_per_s=flops_per_s or None,
         mfu=flops_per_s / peak if flops_per_s and peak else None,
     )
 
 
+def _slowest(spent: Tensor, of_run: Callable[[int], int]) -> Slowest:
+    """The rank whose own work took longest; the others waited for it in communication."""
+    work = spent[:, [PHASES.index(phase) for phase in _WORK]]
+    busy = work.sum(1)
+    rank = int(busy.argmax())
+    is_other = torch.arange(len(work)) != rank
+    beyond = work[rank] - work[is_other].quantile(0.5, 0)
+    usual = busy[is_other].quantile(0.5).item()
+    ratio = busy[rank].item() / max(usual, 1e-9)
+    return Slowest(of_run(rank), _WORK[int(beyond.argmax())], ratio)
+
+
 def by_rank(
-    readings: Sequence[Reading], steps: int, of_run: Callable[[int], int] = int
+    table: Tensor, steps: int, of_run: Callable[[int], int] = int
 ) -> list[dict[str, float]]:
     """Seconds per step by phase, for phases that took any time, of each rank of the run; nothing
     for one that is missing."""
     found = {
-        of_run(rank): {
-            p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0
-        }
-        for rank, r in enumerate(readings)
+        of_run(rank): {p: float(f"{s:.3g}") for p, s in zip(PHASES, spent, strict=True) if s > 0}
+        for rank, spent in enumerate((table[:, 2:] / steps).tolist())
     }
     return [found.get(rank, {}) for rank in range(max(found) + 1)]
-
-
-def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
-    """Seconds per step by phase, for phases that took any time; means over the ranks."""
-    by_phase = zip(*(reading.phases for reading in readings), strict=True)
-    means = (math.fsum(each) / len(each) / steps for each in by_phase)
-    return {phase: mean for phase, mean in zip(PHASES, means, strict=True) if mean > 0}
-
-
-def _slowest(readings: Sequence[Reading]) -> Slowest:
-    """The rank whose own work took longest; the others waited for it in communication."""
-    work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
-    busy = [math.fsum(each) for each in work]
-    rank = max(range(len(busy)), key=busy.__getitem__)
-    others = work[:rank] + work[rank + 1 :]
-    usual = [median(each) for each in zip(*others, strict=True)]
-    usually = median(math.fsum(each) for each in others)
-    beyond = [own - other for own, other in zip(work[rank], usual, strict=True)]
-    phase = _WORK[max(range(len(_WORK)), key=beyond.__getitem__)]
-    return Slowest(rank, phase, busy[rank] / max(usually, 1e-9))
-
-
-def in_order(phases: Mapping[str, float]) -> tuple[float, ...]:
-    """The values in the order of PHASES; 0 if missing."""
-    return tuple(phases.get(phase, 0.0) for phase in PHASES)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Of tensors on a GPU; else of this process, as the system reports it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
@@ -159,6 +281,12 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     return _PEAKS[name]
 
 
+class _NoModules(nullcontext[None]):
+    """Replaces a tracker of modules, with whose hooks `torch.autograd.grad` fails in a loss."""
+
+    parents = ("Global",)
+
+
 @contextmanager
 def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
     """Counts floating-point operations: those of matrix products and convolutions.
@@ -167,13 +295,9 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
         compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
-    # For modules that the task has compiled. The tracker's hooks may fire twice, without harm.
-    warnings.filterwarnings(
-        "ignore", r"Using `torch.compile\(module\)` when there are global hooks"
-    )
     try:
         counter = FlopCounterMode(display=False)
-        counter.mod_tracker = Tracker()
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         with counter:
             yield counter
     finally:
@@ -185,40 +309,36 @@ class Stragglers:
 
     Args:
         slots: per step; if they are dealt unevenly, a rank with more of them may take longer.
-        size: the number of ranks.
-        of_run: see `World.of_run`; also of those that it is given.
     """
 
-    def __init__(self, slots: int, size: int, of_run: Callable[[int], int] = int) -> None:
-        self._slots, self._size = slots, size
-        self._present = [of_run(rank) for rank in range(size)]
-        self._lines: deque[tuple[int, str, float]] = deque(maxlen=_LINES)
-        self._reported: int | None = None
+    def __init__(self, slots: int, world: World) -> None:
+        self._slots, self._world = slots, world
+        self._lines: deque[Slowest] = deque(maxlen=_LINES)
+        self._reported = -1  # the rank; -1: none
 
     def look(self, step: int, slowest: Slowest | None, hosts: Sequence[str]) -> Straggler | None:
         """An event, if there is something new to report.
 
         Args:
             slowest: see `summary`; None if there is only one rank.
-            hosts: of all ranks that are present.
+            hosts: of all ranks; empty if unknown.
         """
         if slowest is None:
             return None
-        rank = slowest.rank
-        ratio = slowest.ratio / relative_load(self._slots, self._size, self._present.index(rank))
-        self._lines.append((rank if ratio >= _SLOWER else -1, slowest.phase, ratio))
-        if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
+        rank, size = slowest.rank, self._world.size
+        place = [*map(self._world.of_run, range(size))].index(rank)
+        ratio = slowest.ratio / relative_load(self._slots, size, place)
+        self._lines.append(Slowest(rank if ratio >= _SLOWER else -1, slowest.phase, ratio))
+        ranks = {line.rank for line in self._lines}
+        if len(self._lines) < _LINES or len(ranks) > 1 or self._reported in ranks:
             return None
-        rank = self._lines[0][0]
-        before, self._reported = self._reported, None if rank < 0 else rank
-        if before == self._reported:
-            return None
-        if self._reported is None:
+        before, self._reported = self._reported, ranks.pop()
+        if self._reported < 0:
             text = f"rank {before} keeps up with the others again, as of step {step}"
             return Straggler(step, None, text)
-        phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]
-        ratio = sorted(ratio for _, _, ratio in self._lines)[_LINES // 2]
-        host = dict(zip(self._present, hosts, strict=False)).get(rank, "")
+        phase = Counter(line.phase for line in self._lines).most_common(1)[0][0]
+        ratio = median(line.ratio for line in self._lines)
+        host = hosts[place] if hosts else ""
         where = f" on {host}" if host else ""
         text = f"rank {rank}{where} takes {ratio:.1f} x as long as the others, which wait for it: "
         text += f"mostly in {phase}, as of step {step}"

@@ -21,7 +21,7 @@ from raytrain_ddp.training.optimizer.param_groups import param_groups
 
 T = TypeVar("T")
 
-_MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
+_MAX_CHECKED = 100_000  # steps whose factor is checked before the first one
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -66,7 +66,7 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
 
 def steps_to_check(total_steps: int) -> list[int]:
     """Steps for which a task's functions of the step are checked before the first one."""
-    stride = max(1, total_steps // _MOST_CHECKED)
+    stride = max(1, total_steps // _MAX_CHECKED)
     return [*range(0, total_steps, stride), total_steps - 1]
 
 

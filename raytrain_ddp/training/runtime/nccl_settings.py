@@ -11,7 +11,7 @@ from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 
-_LEAST_S = 1800.0
+_MIN_S = 1800.0
 _PATIENCE = 2 * 60  # multiple of scaling.hang_s; the watchdog's own is 60 for the slowest
 _HANG_S = 30.0  # auto
 
@@ -72,4 +72,4 @@ def collective_timeout(scaling: ScalingConfig) -> timedelta:
     """After which torch ends a collective of NCCL's: later than any patience of the watchdog, which
     knows more, and above 0 also where that is switched off."""
     hang_s = _HANG_S if isinstance(scaling.hang_s, str) else scaling.hang_s
-    return timedelta(seconds=max(_LEAST_S, _PATIENCE * hang_s))
+    return timedelta(seconds=max(_MIN_S, _PATIENCE * hang_s))

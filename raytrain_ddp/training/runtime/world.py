@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import package_version
-from raytrain_ddp.config.sections import ComputeConfig
+from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
+from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.training.runtime.launched import join_launched
+from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
 
 T = TypeVar("T")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +51,58 @@ class World:
     def is_main(self) -> bool:
         """Use it to guard writing, never a collective."""
         return self.rank == 0
+
+
+def join_world(
+    scaling: ScalingConfig,
+    exact: bool = False,
+    nccl: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> World:
+    """This process's world: torchrun's if its variables are set, else of size 1.
+
+    Args:
+        scaling: `use_gpu`, `backend` and `cpus_per_worker` are used, the last as the number of
+            threads. auto: with a GPU, this process's share of the CPUs, for its loader; without,
+            OMP_NUM_THREADS or torch's own number.
+        exact: auto is 1 on CPUs, as sums depend on the number of threads.
+        nccl: see `nccl_settings`.
+        tell: see `Waiting`.
+
+    Raises:
+        PreflightError: torchrun's variables contradict each other, the other processes do not
+            connect, or a GPU is wanted but there is none for this process.
+    """
+    rank, size, local_rank = ranks_of_launcher()
+    gpus = torch.cuda.device_count()
+    use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
+    if use_gpu and local_rank >= gpus:
+        raise PreflightError(
+            f"process {local_rank} of this machine needs a GPU, but there are {gpus}: start fewer, "
+            "or train on CPUs with --scaling.use-gpu False."
+        )
+    if size > 1 and not dist.is_initialized():
+        over_nccl = use_gpu and scaling.backend != "gloo"
+        if over_nccl:
+            set_missing(nccl or {})
+        join_launched(
+            rank,
+            size,
+            lambda store: dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=collective_timeout(scaling) if over_nccl else None,
+            ),
+            tell,
+        )
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    if scaling.cpus_per_worker != "auto" or (exact and not use_gpu):
+        threads = scaling.threads
+    else:
+        threads = cpus_of_process() if use_gpu else torch.get_num_threads()
+    return World(rank, size, local_rank, device, threads)
 
 
 def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:

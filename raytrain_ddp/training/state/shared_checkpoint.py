@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
+from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, new_memory
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
 from raytrain_ddp.errors import CheckpointError, ConfigError
-from raytrain_ddp.retries import Pause, with_backoff
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.runtime.world import World, broadcast
 
@@ -51,28 +50,23 @@ class Relay:
         self._under_way: list[tuple[Tensor, Any]] = []
 
     def read_all(self, checkpoint: Checkpoint) -> None:
-        """Verifies a checkpoint, on the source; the others are in `agree`.
+        """Reads and verifies a checkpoint, on the source; the others are in `agree`.
 
         Raises:
             DamagedError, OSError: the others have received files that must not be used.
         """
         self.kept.clear()
-        for number, filename in enumerate(checkpoint.manifest.files):
-            self.read(checkpoint, filename, is_first=not number)
-
-    def read(self, checkpoint: Checkpoint, filename: str, is_first: bool = False) -> None:
-        """As `read_all`, of one file."""
-        size_bytes = checkpoint.manifest.files[filename].size_bytes
-        head = checkpoint.head(filename) if self._existing.get(filename) else b""
-        file = _File(filename, size_bytes, head, is_first)
-        self._broadcast(file)
-        try:
-            checkpoint.read_into(filename, self._make_room(file), self._send)
-        finally:
-            self._send(memoryview(b""))
+        for number, (filename, entry) in enumerate(checkpoint.manifest.files.items()):
+            head = checkpoint.head(filename) if self._existing.get(filename) else b""
+            file = _File(filename, entry.size_bytes, head, is_first=not number)
+            self._broadcast(file)
+            try:
+                checkpoint.read_into(filename, self._make_room(file), self._send)
+            finally:
+                self._send(memoryview(b""))
 
     def send(self, filename: str, pieces: Sequence[BytesLike], head: bytes = b"") -> None:
-        """As `read`, of what the source has already, which `kept` lacks there.
+        """Sends a file that the source has already, which `kept` lacks there.
 
         Args:
             head: see `TensorPlaces`.
@@ -136,51 +130,31 @@ class Relay:
                     rest.appendleft(part[count:])
 
 
-def tensors_in(content: memoryview | TensorPlaces) -> dict[str, Tensor]:
-    """Those of a file, in the memory that it was read into."""
-    return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
-
-
 @dataclass(frozen=True)
-class SharedCheckpoint(Checkpoint):
-    """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
-    respond.
+class ReceivedCheckpoint(Checkpoint):
+    """A checkpoint in the memory of this rank.
 
     Args:
-        pause: see `with_backoff`.
-        relay: may have received files already; each of them is given away once.
+        files: file name -> content, as it was received; tensors are given away once.
+        own: the tensors of files that this rank had itself, given away once.
     """
 
-    pause: Pause
-    world: World
-    relay: Relay = field(repr=False, compare=False)
+    files: dict[str, memoryview | TensorPlaces] = field(repr=False)
+    own: dict[str, Mapping[str, Tensor]] = field(repr=False)
+
+    def has(self, filename: str) -> bool:
+        return filename in self.files or filename in self.own
 
     def view(self, filename: str) -> memoryview:
-        """The content, on all ranks, which take part; so they do in `read` and `tensors`.
-
-        Raises:
-            CheckpointError: the file is damaged or the storage fails permanently.
-        """
-        content = self._content(filename)
-        return content if isinstance(content, memoryview) else joined(content.views)
+        content = self.files[filename]
+        assert isinstance(content, memoryview)  # not one of tensors
+        return content
 
     def tensors(self, filename: str) -> dict[str, Tensor]:
-        return tensors_in(self._content(filename))
-
-    def _content(self, filename: str) -> memoryview | TensorPlaces:
-        if filename not in self.relay.kept:
-            problem: CheckpointError | None = None
-            if self.world.is_main:
-                try:
-                    with_backoff(lambda _: self.relay.read(self, filename), self.pause)
-                except OSError as error:
-                    problem = failing(self.storage, error)
-                except CheckpointError as error:
-                    problem = error
-            problem = self.relay.agree(problem)
-            if problem is not None:
-                raise problem
-        return self.relay.kept.pop(filename)
+        if filename in self.own:
+            return dict(self.own.pop(filename))
+        content = self.files.pop(filename)
+        return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
 
 
 def failing(storage: Storage, error: OSError) -> CheckpointError:

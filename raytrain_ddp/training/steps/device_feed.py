@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import events
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.nested import tensors_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
-from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state.train_state import TrainState
+from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock
+from raytrain_ddp.training.runtime.world import from_all_ranks
 
 
 def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list[Slot]]:
@@ -76,39 +75,6 @@ def ahead_on_device(
         yield arrived(*waiting)
 
 
-class AgreedCount:
-    """Counts a step's samples over all workers when bad records are skipped; all ranks take part.
-
-    Args:
-        most: maximum bad records in an epoch; more raise DataError, on all ranks in the same step.
-        clock: time spent here waiting for others' data is accounted as such.
-    """
-
-    def __init__(
-        self, state: TrainState, steps_per_epoch: int, most: int, world: World, clock: Clock
-    ) -> None:
-        self._state, self._steps_per_epoch = state, steps_per_epoch
-        self._most, self._world, self._clock = most, world, clock
-
-    def __call__(self, slots: list[Slot]) -> int:
-        totals = torch.tensor(
-            [sum(slot.samples for slot in slots), sum(slot.planned for slot in slots)]
-        )
-        if self._world.size > 1:
-            self._clock.mark("data")
-            self._clock.doing = AGREEING
-            dist.all_reduce(totals)
-            self._clock.mark("communication")
-        samples, planned = totals.tolist()
-        step = slots[0].step
-        self._state.skipped_before, self._state.counted_step = self._state.skipped, step + 1
-        if step % self._steps_per_epoch == 0:
-            self._state.skipped = 0
-        self._state.skipped += planned - samples
-        require_few_bad(self._state.skipped, f"by step {step + 1} in its epoch", self._most)
-        return int(samples)
-
-
 def require_few_bad(skipped: int, where: str, most: int) -> None:
     """Raises DataError if more than `most` records were skipped."""
     if skipped > most:
@@ -121,39 +87,57 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
 class Feed:
     """Turns the loader's steps into slots on the device, with their global sample count."""
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
-        self._loader, self._eval_data, self._session = build.loader, build.eval_data, session
-        config, world, self._plan = build.config, build.world, build.plan
-        self._audits = config.log.audit
-        self._move, self._count = on_device(world.device, clock), self._planned
-        if config.data.may_skip:
-            most, per_epoch = config.data.max_bad, self._plan.steps_per_epoch
-            self._count = AgreedCount(build.state, per_epoch, most, world, clock)
-        self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
+    def __init__(self, build: Build, log: Log, clock: Clock) -> None:
+        self._build, self._log, self._clock = build, log, clock
+        config, world = build.config, build.world
+        self._move = on_device(world.device, clock)
+        self._count = self._agreed if config.data.may_skip else self._planned
+        self._profile = Profile(config.log, world, run_storage(config), clock, log.tell)
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
         """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
 
         All ranks take part in each step. Close it to end the loader's threads and processes.
         """
-        with closing(self._loader.steps(start, stop)) as steps, self._profile as profile:
+        build = self._build
+        with closing(build.loader.steps(start, stop)) as steps, self._profile as profile:
             try:
                 for slots in steps:
                     profile.begin_step(slots[0].step + 1)
-                    if self._audits:
+                    if build.config.log.audit:
                         self._audit(slots)
                     yield self._move(slots), self._count(slots)
             finally:
-                if self._eval_data is not None:
-                    self._eval_data.close()
+                if build.eval_data is not None:
+                    build.eval_data.close()
 
     def _planned(self, slots: list[Slot]) -> int:
-        return self._plan.samples(slots[0].step % self._plan.steps_per_epoch)
+        plan = self._build.plan
+        return plan.samples(slots[0].step % plan.steps_per_epoch)
+
+    def _agreed(self, slots: list[Slot]) -> int:
+        """As bad records are skipped, the workers add up what is left; all ranks take part. More
+        than `data.max_bad` of them in an epoch raise DataError, on all ranks in the same step."""
+        build, state, step = self._build, self._build.state, slots[0].step
+        totals = torch.tensor([sum(s.samples for s in slots), sum(s.planned for s in slots)])
+        if build.world.size > 1:
+            self._clock.mark("data")
+            self._clock.doing = AGREEING
+            dist.all_reduce(totals)
+            self._clock.mark("communication")
+        samples, planned = totals.tolist()
+        state.skipped_before, state.counted_step = state.skipped, step + 1
+        if step % build.plan.steps_per_epoch == 0:
+            state.skipped = 0
+        state.skipped += planned - samples
+        where = f"by step {step + 1} in its epoch"
+        require_few_bad(state.skipped, where, build.config.data.max_bad)
+        return int(samples)
 
     def _audit(self, slots: list[Slot]) -> None:
         """Logs a hash of the step's sample ids and pixels, equal for any number of workers and
         threads and after any restart. All ranks take part."""
         mine = [slot.digest for slot in slots]
-        digests = chain.from_iterable(from_all_ranks(mine, self._session.world))
+        digests = chain.from_iterable(from_all_ranks(mine, self._build.world))
         digest = sha256("".join(digests).encode()).hexdigest()
-        self._session.log(events.Audit(slots[0].step + 1, digest))
+        self._log.add(events.Audit(slots[0].step + 1, digest))

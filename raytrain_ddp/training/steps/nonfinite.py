@@ -13,7 +13,6 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,35 +20,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
+from raytrain_ddp.checkpoint.metrics_log import Log
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.config.recipe import publishable
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import require_used
 from raytrain_ddp.training.runtime.seeding import slot_seed
-from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.runtime.world import broadcast, from_all_ranks
 from raytrain_ddp.training.state.train_state import TrainState
 
-_MOST_NAMES = 10
+_MAX_NAMES = 10
 REMEDY = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """What a step keeps until the host knows whether it was finite; tensors on the device.
+class StepTrace(NamedTuple):
+    """What a step leaves until the host knows whether it was finite; tensors on the device.
 
     Args:
         step: from 1.
         losses: slot -> loss of shape (), of this worker's slots.
         forward: non-finite if a loss or a buffer is; shape ().
-        names: of the parameters that have a gradient.
-        norms: of their gradients, shape (parameters,).
+        norms: of the gradients of the parameters `names`, shape (parameters,).
         norm: of the whole gradient, shape ().
         sentinel: name of the parameter whose gradient carries the non-finite losses and buffers.
         unused: see `DdpReduction.unused`.
+        is_refused: returns whether the step counts as refused; waits for the device.
     """
 
     step: int
@@ -61,23 +59,28 @@ class StepTrace:
     norm: Tensor
     sentinel: str
     unused: Sequence[str]
+    is_refused: Callable[[], bool]
+
+
+class _SlotLoss(NamedTuple):
+    rank: int
+    slot: int
+    loss: float
 
 
 class NonfiniteGuard:
     """Decides in each step whether its update may be applied.
 
     Args:
-        on_refused: called for each refused step, in order, on all ranks; it may end the run. On a
+        refuse: called for each refused step, in order, on all ranks; it may end the run. On a
             GPU it is called a step later, so that the host stays a step ahead and the GPU is never
             idle.
     """
 
     def __init__(
-        self, state: TrainState, on_refused: Callable[[StepTrace], None], device: torch.device
+        self, state: TrainState, refuse: Callable[[StepTrace], None], device: torch.device
     ) -> None:
-        self._state, self._on_refused = state, on_refused
-        self._fetch = through_pinned_memory if device.type == "cuda" else _at_once
-        self._lag = 1 if device.type == "cuda" else 0
+        self._state, self._refuse, self._on_gpu = state, refuse, device.type == "cuda"
         named = state.model.named_parameters()
         self._trained = [(name, p) for name, p in named if p.requires_grad]
         # The smallest non-empty one; if several, the last: nearest to the loss. (In a step
@@ -86,7 +89,7 @@ class NonfiniteGuard:
             reversed(self._trained), key=lambda item: item[1].numel() or math.inf
         )
         self._losses: dict[int, Tensor] = {}
-        self._open: deque[tuple[StepTrace, Callable[[], bool]]] = deque()
+        self._open: deque[StepTrace] = deque()
 
     @contextmanager
     def watching(self, slot: int, loss: Tensor) -> Iterator[None]:
@@ -106,15 +109,13 @@ class NonfiniteGuard:
         finally:
             hook.remove()
 
-    def examine(
-        self, lr: float, forward: Tensor, unused: Sequence[str] = ()
-    ) -> tuple[Tensor, Tensor]:
+    def examine(self, lr: float, forward: Tensor, unused: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Examines gradients that are equal on all ranks, and unscales those of fp16.
 
         Args:
             forward: equal on all ranks; non-finite if the result of the forward passes is. For
                 fp16 it includes the loss; otherwise the loss shows in the gradient anyway.
-            unused: see StepTrace.
+            unused: see `DdpReduction.unused`.
 
         Returns:
             The norm of the whole gradient, and whether the step is refused; both of shape ().
@@ -123,8 +124,8 @@ class NonfiniteGuard:
         if self._sentinel.grad is not None:
             self._sentinel.grad.add_(forward * 0)
         scaler.unscale_(self._state.optimizer)
-        there = [(name, p.grad) for name, p in self._trained if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there]))
+        there = {name: p.grad for name, p in self._trained if p.grad is not None}
+        norms = torch.stack(torch._foreach_norm([*there.values()]))
         norm = torch.linalg.vector_norm(norms)
         # A norm above 2e19 overflows, as the second moments of AdamW would.
         refused = ~norm.isfinite()
@@ -132,36 +133,42 @@ class NonfiniteGuard:
         if scaler.is_enabled():  # above a scale of 1, the scale may have caused the overflow
             small = scaler.scale(torch.ones_like(norm)) < 1
             counted = refused & (small | ~forward.isfinite())
-        names = [name for name, _ in there]
-        step = self._state.step + 1
-        trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name, unused)
-        self._open.append((trace, self._fetch(counted)))
+        read = _through_pinned_memory(counted) if self._on_gpu else lambda: bool(counted)
+        self._open.append(
+            StepTrace(
+                step=self._state.step + 1,
+                lr=lr,
+                losses=self._losses,
+                forward=forward,
+                names=[*there],
+                norms=norms,
+                norm=norm,
+                sentinel=self._name,
+                unused=unused,
+                is_refused=read,
+            )
+        )
         self._losses = {}
         return norm, refused
 
     def all_applied(self) -> bool:
         """Whether the steps that are not judged yet were all applied; waits for the device."""
-        return not any(refused() for _, refused in self._open)
+        return not any(trace.is_refused() for trace in self._open)
 
     def follow(self) -> None:
-        """Judges the steps that are `lag` or more behind; all ranks take part."""
-        self.settle(self._lag)
+        """Judges the steps of which the host may know by now; all ranks take part."""
+        self.settle(lag=1 if self._on_gpu else 0)
 
     def settle(self, lag: int = 0) -> None:
         """Judges all steps, but for the last `lag` ones; the host waits for the device. All ranks
         take part."""
         while len(self._open) > lag:
-            trace, refused = self._open[0]
-            if refused():
-                self._on_refused(trace)
+            if self._open[0].is_refused():
+                self._refuse(self._open[0])
             self._open.popleft()
 
 
-def _at_once(flag: Tensor) -> Callable[[], bool]:
-    return lambda: bool(flag)
-
-
-def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
+def _through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
     """Copies a flag from a GPU; only the returned function waits, for this flag alone."""
     copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
     copy.copy_(flag, non_blocking=True)
@@ -175,13 +182,7 @@ def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
     return read
 
 
-class _SlotLoss(NamedTuple):
-    rank: int
-    slot: int
-    loss: float
-
-
-def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
+def handle_nonfinite(build: Build, log: Log, checkpoints: Checkpoints, trace: StepTrace) -> None:
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
@@ -189,40 +190,40 @@ def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
         DivergedError: no such step, or no further one, is allowed. It names step, slots and
             ranks, and the file in the run's folder with the details.
     """
-    require_used(trace.unused, build.world, trace.step)
-    losses = _all_losses(trace, build.world)
-    names = _names(trace, losses)
+    config, world, state = build.config, build.world, build.state
+    require_used(trace.unused, world, trace.step)
+    rank = world.of_run(world.rank)
+    mine = [_SlotLoss(rank, slot, loss.item()) for slot, loss in trace.losses.items()]
+    every = chain.from_iterable(from_all_ranks(mine, world))
+    losses = sorted(every, key=lambda each: each.slot)
+    names = _nonfinite_gradients(trace, losses)
     what = _description(trace, losses, names)
-    config, state = build.config, build.state
     state.nonfinite += 1
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
         text = f"{what}. Its update is skipped ({state.nonfinite} of at most {most})."
-        session.tell(Note(text[0].upper() + text[1:]))
+        log.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
-    if build.world.is_main:
-        session.keep(file, _repro_document(build, session, trace, losses, names))
-    broadcast(None, build.world)  # the first rank to raise may cause the others to be killed
+    if world.is_main:
+        newest = None
+        with suppress(RaytrainError, OSError):  # the run ends with its own error
+            checkpoints.drain()  # the one that is being written counts, too
+            newest = next(map(str, checkpoints.store.names()), None)
+        document = _document(build, trace, losses)
+        log.keep(file, {**document, "parameters": names[:_MAX_NAMES], "checkpoint": newest})
+    broadcast(None, world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
-    remedy = (
-        REMEDY if trace.step > 1 else "no update preceded it: check them, the model and the loss"
-    )
+    first = "no update preceded it: check them, the model and the loss"
     raise DivergedError(
         f"{what}. Committed checkpoints are kept, and {file} in the run's folder names these "
-        f"samples; {remedy}, or skip such steps with --optim.nonfinite skip."
+        f"samples; {REMEDY if trace.step > 1 else first}, or skip such steps with "
+        "--optim.nonfinite skip."
     )
 
 
-def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
-    rank = world.of_run(world.rank)
-    mine = [_SlotLoss(rank, slot, loss.item()) for slot, loss in trace.losses.items()]
-    losses = chain.from_iterable(from_all_ranks(mine, world))
-    return sorted(losses, key=lambda loss: loss.slot)
-
-
-def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:
+def _nonfinite_gradients(trace: StepTrace, losses: Sequence[_SlotLoss]) -> list[str]:
     """Parameters whose gradient norm is not finite, except a sentinel that carries another
     cause."""
     norms = zip(trace.names, trace.norms.tolist(), strict=True)
@@ -231,11 +232,11 @@ def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:
     return [] if names == [trace.sentinel] and spoken_for else names
 
 
-def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) -> str:
+def _description(trace: StepTrace, losses: Sequence[_SlotLoss], names: list[str]) -> str:
     at = f"at step {trace.step} (learning rate {trace.lr:.3g})"
-    lost = [x for x in losses if not math.isfinite(x.loss)]
+    lost = [each for each in losses if not math.isfinite(each.loss)]
     if lost:
-        where = first_names([f"slot {x.slot} (rank {x.rank})" for x in lost], 3)
+        where = first_names([f"slot {each.slot} (rank {each.rank})" for each in lost], 3)
         return f"the loss of {where} is {lost[0].loss} {at}"
     if not names and not trace.forward.isfinite():
         return f"a buffer, such as batch norm's variance, would not be finite {at}"
@@ -243,13 +244,7 @@ def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) ->
     return f"the norm of the gradient is {trace.norm.item()} {at}{by}"
 
 
-def _repro_document(
-    build: Build,
-    session: Session,
-    trace: StepTrace,
-    losses: list[_SlotLoss],
-    names: list[str],
-) -> dict[str, Any]:
+def _document(build: Build, trace: StepTrace, losses: Sequence[_SlotLoss]) -> dict[str, Any]:
     """Everything that a step is a function of, besides the config: JSON, with nan and inf as
     text."""
     config, plan, step = build.config, build.plan, trace.step - 1
@@ -264,7 +259,6 @@ def _repro_document(
         "seed": config.seed,
         "world_size": build.world.size,
         "gradient_norm": _number(trace.norm.item()),
-        "parameters": names[:_MOST_NAMES],
         "slots": [
             {
                 "rank": rank,
@@ -275,18 +269,8 @@ def _repro_document(
             }
             for rank, slot, loss in losses
         ],
-        "checkpoint": _newest(config, session),
         "command": "the same command again" if "://" in place else again,
     }
-
-
-def _newest(config: TrainConfig, session: Session) -> str | None:
-    """Name of the newest checkpoint, including the one being written."""
-    with suppress(RaytrainError, OSError):  # the run ends with its own error, not the storage's
-        session.drain()
-        names = checkpoint_store(run_storage(config)).names()
-        return str(names[0]) if names else None
-    return None
 
 
 def _number(value: float) -> float | str:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.membership import Membership, Requests
 
 
 class Cadence:
@@ -31,21 +32,22 @@ class Cadence:
 
     def logs(self, step: int) -> bool:
         """Every `log.every_steps` steps, at the end of each epoch, and after the first step."""
-        every = self._config.log.every_steps
-        return step % every == 0 or step % self._epoch == 0 or step == 1
+        return step == 1 or self._is_due(step, 1, self._config.log.every_steps)
 
     def evaluates(self, step: int) -> bool:
         when = self._config.eval
-        every = (when.every_epochs * self._epoch, when.every_steps)
-        return self.is_over(step) or any(n and step % n == 0 for n in every)
+        return self.is_over(step) or self._is_due(step, when.every_epochs, when.every_steps)
+
+    def saves(self, step: int) -> bool:
+        when = self._config.checkpoint
+        return step == self.total_steps or self._is_due(step, when.every_epochs, when.every_steps)
 
     def is_over(self, step: int) -> bool:
         return step >= self.total_steps
 
-    def saves(self, step: int) -> bool:
-        checkpoint = self._config.checkpoint
-        every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
-        return step == self.total_steps or any(n and step % n == 0 for n in every)
+    def _is_due(self, step: int, every_epochs: int, every_steps: int) -> bool:
+        every = (every_epochs * self._epoch, every_steps)
+        return any(n and step % n == 0 for n in every)
 
 
 class Patience:
@@ -84,25 +86,27 @@ class Ballot:
     log2(ranks) hops, where an all-reduce of gloo's takes 2 * (ranks - 1).
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._alone = session, session.world.size == 1
-
-    def cast(self, stop: int, save: bool, look: bool, end: bool = False) -> None:
-        self._votes = torch.tensor([stop, save, look, end], dtype=torch.int32)
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._work: Any = None
-        if not self._alone and self._session.only_main_asks:
+
+    def cast(self, requests: Requests, end: bool = False) -> None:
+        self._votes = torch.tensor([*requests, end], dtype=torch.int32)
+        if self._membership.world.size == 1:
+            return
+        if self._membership.only_main_asks:
             self._work = dist.broadcast(self._votes, 0, async_op=True)
-        elif not self._alone:
+        else:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
     def count(self) -> tuple[int, bool, bool]:
         """(signal number of a requested stop or 0, whether to save, to end the run). If any rank
         wants to look, all do."""
-        if not self._alone:
+        if self._work is not None:
             self._work.wait()
         stop, save, look, end = self._votes.tolist()
         if look:
-            self._session.look()
+            self._membership.look()
         return stop, bool(save), bool(end)
 
 
@@ -130,9 +134,9 @@ class EvaluationWatch:
     or one more, so the last votes are cast before the last chunk that all of them have.
     """
 
-    def __init__(self, session: Session, chunks: int) -> None:
-        self._session, self._ballot = session, Ballot(session)
-        self._least = chunks // session.world.size
+    def __init__(self, membership: Membership, chunks: int) -> None:
+        self._membership, self._ballot = membership, Ballot(membership)
+        self._least = chunks // membership.world.size
         self._chunk = 0
 
     def __call__(self) -> None:
@@ -143,8 +147,7 @@ class EvaluationWatch:
             if stop:
                 raise Abandoned(stop)
         if chunk < self._least - 1:
-            stop, _, look = self._session.requests_in_evaluation()
-            self._ballot.cast(stop, False, look)
+            self._ballot.cast(self._membership.requests(None)._replace(save=False))
 
 
 class StepDecisions:
@@ -157,21 +160,27 @@ class StepDecisions:
     """
 
     def __init__(
-        self, cadence: Cadence, session: Session, time_is_up: Callable[[], bool] = lambda: False
+        self,
+        cadence: Cadence,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        time_is_up: Callable[[], bool],
     ) -> None:
-        self._cadence, self._session, self._time_is_up = cadence, session, time_is_up
-        self._ballot = Ballot(session)
+        self._cadence, self._time_is_up = cadence, time_is_up
+        self._membership, self._checkpoints = membership, checkpoints
+        self._ballot = Ballot(membership)
 
     def ask(self, step: int) -> None:
         """Casts this rank's votes on what follows `step`; all ranks take part."""
-        stop, save, look = self._session.requests()
-        by_the_clock = self._session.time_to_save()
-        self._ballot.cast(stop, save or by_the_clock, look, self._time_is_up())
-        failpoint("train.before_step", self._session.world.rank, step)
+        # A new process group needs the storage.
+        requests = self._membership.requests(step, not self._checkpoints.fails)
+        is_time = self._checkpoints.time_to_save()
+        self._ballot.cast(requests._replace(save=requests.save or is_time), self._time_is_up())
+        failpoint("train.before_step", self._membership.world.rank, step)
 
     def decide(self, step: int) -> Decision:
         """What follows `step`, which is computed; all ranks take part and get the same."""
-        failpoint("train.after_step", self._session.world.rank, step)
+        failpoint("train.after_step", self._membership.world.rank, step)
         stop, save, end = self._ballot.count()
         due = self._cadence
         if end:

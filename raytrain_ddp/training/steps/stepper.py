@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,19 @@ from raytrain_ddp.training.gradients.reduction import (
     DdpReduction,
     ExactReduction,
     compress,
-    ddp_options,
+    in_ddp,
     model_tensors,
 )
-from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.membership import Membership
+from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
 from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
+from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence
-from raytrain_ddp.training.steps.warm_up import Forward, WarmUp, warm_up
+from raytrain_ddp.training.steps.warm_up import WarmUp, warm_up
 
 _FIRST = 100  # steps whose turns are counted for the operations of a step
 
@@ -45,36 +44,41 @@ class Stepper:
 
     All ranks make a Stepper, as the model may be wrapped in DDP.
 
+    Args:
+        refuse: counts and reports a refused step, or ends the run; all ranks take part.
+
     Attributes:
         shares: the result of the last step; see `__call__`.
         flops: operations per sample, forward and backward, averaged over the first steps; known
             after `warm_up`.
     """
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
-        config, self._state, optimizer = build.config, build.state, build.optimizer
-        per_epoch = build.plan.steps_per_epoch
-        self._build, self._clock = build, clock
+    def __init__(
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+    ) -> None:
+        config, optimizer, per_epoch = build.config, build.optimizer, build.plan.steps_per_epoch
+        self._build, self._state, self._clock = build, build.state, clock
         self._due = turns_of(build.task, optimizer, steps_to_check(config.total_steps(per_epoch)))
-        self._is_one = not isinstance(optimizer, Optimizers)
         named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._turns = {
-            name: _Turn(build, session, clock, name, each) for name, each in named.items()
+            name: _Turn(build, membership, clock, refuse, name, each)
+            for name, each in named.items()
         }
         self._logs = Cadence(config, per_epoch).logs
-        self.replica_check = ReplicaCheck(config.scaling, self._state, session)
+        self.replica_check = ReplicaCheck(config.scaling, build.state, membership)
         self.shares: Tensor | None = None
         self.flops = 0.0
         self._is_changing = False
-        self._after_step = build.task.after_step
-        self._fixed: list[tuple[str, nn.Parameter, bool]] = []
+        self._fixed: list[tuple[str, nn.Parameter, bool]] = []  # whether they are trained
 
     def warm_up(self) -> None:
         """Warms up the model, unless that was done before; all ranks take part. See `warm_up`."""
-        build, found = self._build, dict(self._build.warm_ups)
-        for name, turn in self._turns.items() if not found else ():
-            with turn.alone():
-                found[name] = warm_up(turn.forward, turn.reduction.require_all, build.loader)
+        build = self._build
+        found = build.warm_ups or {name: each.warm_up() for name, each in self._turns.items()}
         build.warm_ups = found
         # The scaler is initialized by its first use, and a rank without samples never uses it.
         self._state.scaler.scale(torch.zeros((), device=build.world.device))
@@ -82,9 +86,9 @@ class Stepper:
             turn.adopt(found[name])
         # The gradients of parameters that are trained at the start are summed over all workers.
         sums = build.world.size > 1 or build.config.exact
-        named = build.model.named_parameters() if self._is_one else ()
-        flags = ((name, parameter, parameter.requires_grad) for name, parameter in named)
-        self._fixed = [each for each in flags if sums or not each[2]]
+        for name, parameter in build.model.named_parameters() if "" in self._turns else ():
+            if sums or not parameter.requires_grad:
+                self._fixed.append((name, parameter, parameter.requires_grad))
         first = [name for step in range(_FIRST) for name in self._due(step)]
         self.flops = sum(found[name].flops for name in first) / _FIRST
 
@@ -101,7 +105,7 @@ class Stepper:
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
-                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+                `refuse`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state, names = self._state, self._due(self._state.step)
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
@@ -116,7 +120,7 @@ class Stepper:
                 shares[name], this = self._turns[name](slots, samples, number, gathers)
             self._is_changing = True
             refusals.append(this)
-        self._follow(refusals[0] if self._is_one else torch.stack(refusals).all())
+        self._follow(refusals[0] if len(refusals) == 1 else torch.stack(refusals).all())
         self._clock.mark("optimizer")
         self.shares = self._side_by_side(shares)
         state.step += 1
@@ -144,43 +148,37 @@ class Stepper:
     def scalar_names(self) -> tuple[str, ...]:
         """Names of the scalars that are logged with the loss; known after `warm_up`. With several
         optimizers: a name for the loss of each, and the names of its scalars."""
-        if self._is_one:
-            return next(iter(self._turns.values())).scalar_names
-        return tuple(
-            each
-            for name, turn in self._turns.items()
-            for each in (name, *(f"{name}/{scalar}" for scalar in turn.scalar_names))
-        )
+        return tuple(each for name, turn in self._turns.items() for each in turn.columns)
 
     def _side_by_side(self, shares: Mapping[str, Tensor]) -> Tensor:
         """Shares in the order of `scalar_names`; nan for an optimizer that had no turn."""
-        if self._is_one:
-            (share,) = shares.values()
-            return share
+        if "" in shares:
+            return shares[""]
         total = torch.stack([share[:, :1] for share in shares.values()]).sum(0)
         columns = [
-            shares.get(name, total.new_full((len(total), 1 + len(turn.scalar_names)), math.nan))
+            shares.get(name, total.new_full((len(total), len(turn.columns)), math.nan))
             for name, turn in self._turns.items()
         ]
         return torch.cat([total, *columns], dim=1)
 
     def _follow(self, refused: Tensor) -> None:
-        """What follows an update, unless all turns were refused."""
-        state = self._state
-        if self._after_step is not None and not refused:
+        """What follows an update: the task's `after_step`, unless all turns were refused, and the
+        average of the weights."""
+        state, after_step = self._state, self._build.task.after_step
+        if after_step is not None and not refused:
             before, rates = model_tensors(state.model).keys(), self._rates()
             with torch.no_grad():
-                self._after_step(state.model, state.step + 1)
-            added = before ^ model_tensors(state.model).keys()
-            if len(rates) == len(now := self._rates()) and rates != now:
+                after_step(state.model, state.step + 1)
+            added, now = before ^ model_tensors(state.model).keys(), self._rates()
+            if len(rates) == len(now) and rates != now:
                 raise TaskError(
-                    f"{place_of(self._after_step)}: sets a learning rate, but each step "
-                    "overwrites it: define schedule(step) in the task instead."
+                    f"{place_of(after_step)}: sets a learning rate, but each step overwrites it: "
+                    "define schedule(step) in the task instead."
                 )
             if added:
                 raise TaskError(
-                    f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
-                    "which a resumed run would lack: make all parameters and buffers in model()."
+                    f"{place_of(after_step)}: adds or removes {min(added)} of the model, which a "
+                    "resumed run would lack: make all parameters and buffers in model()."
                 )
         for name, parameter, was_trained in self._fixed:
             if parameter.requires_grad != was_trained:
@@ -207,49 +205,62 @@ class _Turn:
     Args:
         name: the optimizer's name, for the task's loss; "" if it is the only one.
         optimizer: updates its own parameters; those of the others are frozen meanwhile.
-
-    Attributes:
-        scalar_names: names of the scalars that the task logs with the loss; set by `adopt`.
     """
 
     def __init__(
-        self, build: Build, session: Session, clock: Clock, name: str, optimizer: Optimizer
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+        name: str,
+        optimizer: Optimizer,
     ) -> None:
-        self._config, self._task, self._state = build.config, build.task, build.state
-        self._world, self._clock, self._optimizer = build.world, clock, optimizer
-        self._confirm, self._require_ranks = session.confirm, session.require_ranks
+        self._build, self._membership, self._clock = build, membership, clock
+        self._state, self._name, self._optimizer = build.state, name, optimizer
         config, world, model = build.config, build.world, build.model
-        self._others: list[nn.Parameter] = []
-        if name:
-            own = {*map(id, parameters_of(optimizer))}
-            trained = (each for each in model.parameters() if each.requires_grad)
-            self._others = [each for each in trained if id(each) not in own]
-        is_scaled = self._state.scaler.is_enabled()  # `compress` depends on it, too
+        own = {*map(id, parameters_of(optimizer))} if name else {*map(id, model.parameters())}
+        trained = (each for each in model.parameters() if each.requires_grad)
+        self._others = [each for each in trained if id(each) not in own]
+        # With `after_step`, the host waits for the device anyway.
+        self._on_device = skips_on_device(optimizer) and build.task.after_step is None
+        self._is_updating = False
+        self._net = model
         self.reduction: DdpReduction | ExactReduction
         with self.alone():
-            net = model
             if config.exact:  # sums gradients itself and needs no DDP
                 bucket_mib = config.ddp.bucket_cap_mb
                 self.reduction = ExactReduction(model, config.slots, world, bucket_mib, clock)
             else:
-                net = session.wrap(model, ddp_options(config))
-                compress(net, config, self._state.scaler, world)
+                self._net = in_ddp(model, config, world)
+                compress(self._net, config, build.state.scaler, world)
+                is_scaled = build.state.scaler.is_enabled()  # `compress` depends on it, too
                 scale = 1.0 if is_scaled else float(world.size)
-                self.reduction = DdpReduction(net, scale, world)
-            refuse = partial(handle_nonfinite, build, session)
-            self.guard = NonfiniteGuard(self._state, refuse, world.device)
-        self._net, self.forward = net, Forward(build, net, name)
-        exact_slots = config.slots if config.exact else 0
-        self._make_buffers = partial(SlotBuffers, model, world, is_scaled, exact_slots)
-        # With `after_step`, the host waits for the device anyway.
-        followed = build.task.after_step is not None
-        self._on_device = skips_on_device(optimizer) and not followed
-        self._is_updating = False
+                self.reduction = DdpReduction(self._net, scale, world)
+            self.guard = NonfiniteGuard(build.state, refuse, world.device)
+
+    def warm_up(self) -> WarmUp:
+        with self.alone():
+            return warm_up(self._build, self._net, self.reduction.require_all, self._name)
 
     def adopt(self, found: WarmUp) -> None:
         """Applies the findings of a warm-up, even of another turn's over the same model."""
-        self.scalar_names, self._fewest = found.scalar_names, found.fewest
-        self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
+        self._scalars, self._fewest = found.scalar_names, found.fewest
+        config, build = self._build.config, self._build
+        self._buffers = SlotBuffers(
+            build.model,
+            build.world,
+            with_loss=build.state.scaler.is_enabled(),
+            exact_slots=config.slots if config.exact else 0,
+            scalars=len(self._scalars),
+        )
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of what is logged with the loss of the step; known after `adopt`."""
+        if not self._name:
+            return self._scalars
+        return [self._name, *(f"{self._name}/{scalar}" for scalar in self._scalars)]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -277,45 +288,27 @@ class _Turn:
         Returns the workers' shares of this turn (see `Stepper.__call__`), and whether the turn was
         refused, shape ().
         """
-        state, device = self._state, self._world.device
-        place = self._world.rank, state.step + 1
-        first = number * (self._config.slots + 1)
+        state, world = self._state, self._build.world
+        place = world.rank, state.step + 1
+        first_seed = number * (self._build.config.slots + 1)
         state.optimizer.zero_grad(set_to_none=True)
         self.reduction.begin()
         self._buffers.begin()
         working = self.reduction.working(slots)
         for slot in working:
-            self._require_ranks()
-            weight = slot.samples / max(1, samples)  # 0 if all were bad records
-            seed_slot(device, self._config.seed, slot.step, first + slot.index)
-            self._buffers.rewind()
-            is_last = slot is working[-1]
-            counts = slot.samples >= self._fewest
-            with self.reduction.passing(slot, is_last), self._training(counts):
-                loss, scalars = self.forward(slot.batch)
-                beside = self._beside(scalars, slot.samples > 0)
-                spoilt = failpoint("train.loss", *place)  # 1 except in tests
-                shown = loss.detach() * spoilt
-                if is_last and self._world.size > 1:
-                    self._clock.after_backward(loss)
-                weighted = loss * (spoilt * weight * self.reduction.scale)
-                with self.guard.watching(slot.index, shown):
-                    state.scaler.scale(weighted).backward()
-            if self.reduction.unused:
-                shown = shown * math.nan  # all ranks agree on it, also with fp16
-            losses = torch.stack([shown, *beside]) if beside else shown
-            self._buffers.add(slot.index, weight, losses)
+            self._membership.require_ranks()
+            self._pass(slot, samples, first_seed, is_last=slot is working[-1])
         failpoint("train.after_backward", *place)
         self.reduction.finish()
         share, agreed = self._buffers.agree()
         shares = share.unsqueeze(0)
-        if gathers and self._world.size > 1:
-            shares = share.new_empty(self._world.size, len(share))
+        if gathers and world.size > 1:
+            shares = share.new_empty(world.size, len(share))
             all_gather(shares, share)
-        self._confirm()
-        self._clock.mark("communication" if self._world.size > 1 else "compute")
+        self._membership.confirm()
+        self._clock.mark("communication" if world.size > 1 else "compute")
         self._is_updating = True
-        refused = self._update(agreed, first + self._config.slots)
+        refused = self._update(agreed, first_seed + self._build.config.slots)
         self._is_updating = False
         return shares, refused
 
@@ -326,6 +319,30 @@ class _Turn:
             return False
         self._buffers.roll_back()
         return True
+
+    def _pass(self, slot: Slot, samples: int, first_seed: int, is_last: bool) -> None:
+        """Adds a slot's gradients, loss, and changes of buffers to those of the step."""
+        state, world, seed = self._state, self._build.world, self._build.config.seed
+        weight = slot.samples / max(1, samples)  # 0 if all were bad records
+        seed_slot(world.device, seed, slot.step, first_seed + slot.index)
+        self._buffers.rewind()
+        # A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
+        # it does not change the statistics.
+        trains = slot.samples >= self._fewest
+        mode = nullcontext() if trains else evaluating(self._net)
+        with self.reduction.passing(slot, is_last), mode:
+            loss, scalars = self._build.loss(slot.batch, self._net, self._name)
+            beside = self._beside(scalars, slot.samples > 0)
+            spoilt = failpoint("train.loss", world.rank, state.step + 1)  # 1 except in tests
+            shown = loss.detach() * spoilt
+            if is_last and world.size > 1:
+                self._clock.after_backward(loss)
+            weighted = loss * (spoilt * weight * self.reduction.scale)
+            with self.guard.watching(slot.index, shown):
+                state.scaler.scale(weighted).backward()
+        if self.reduction.unused:
+            shown = shown * math.nan  # all ranks agree on it, also with fp16
+        self._buffers.add(slot.index, weight, torch.stack([shown, *beside]) if beside else shown)
 
     def _update(self, agreed: Tensor, number: int) -> Tensor:
         """Applies the gradients unless something is not finite; returns whether it is not.
@@ -338,7 +355,7 @@ class _Turn:
             number: follows the numbers of the slots; the random numbers of the optimizer and of
                 `after_step` depend on it, and are equal on all ranks.
         """
-        state, optimizer, config = self._state, self._optimizer, self._config
+        state, optimizer, config = self._state, self._optimizer, self._build.config
         lr = float(optimizer.param_groups[0]["lr"])
         norm, refused = self.guard.examine(lr, agreed, self.reduction.unused)
         self._buffers.finish(refused)
@@ -349,7 +366,7 @@ class _Turn:
             optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
             optimizer.step()
         else:
-            seed_slot(self._world.device, config.seed, state.step, number)
+            seed_slot(self._build.world.device, config.seed, state.step, number)
             if not refused:
                 optimizer.step()
         state.scaler.update()
@@ -357,14 +374,10 @@ class _Turn:
 
     def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
         """The scalars, ordered by name; 0 for a slot without samples."""
-        if (*scalars,) != self.scalar_names:
-            names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
+        if (*scalars,) != self._scalars:
+            names = [" ".join(each) or "none" for each in (scalars, self._scalars)]
             hint = f" Now: {names[0]}; before: {names[1]}."
-            raise refused(self._task.loss, scalars, "scalars of the same names in each step", hint)
-        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
+            loss = self._build.task.loss
+            raise refused(loss, scalars, "scalars of the same names in each step", hint)
+        zero = torch.zeros((), dtype=torch.float64, device=self._build.world.device)
         return [value.to(zero) if counts else zero for value in scalars.values()]
-
-    def _training(self, counts: bool) -> AbstractContextManager[None]:
-        """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
-        it does not change the statistics."""
-        return nullcontext() if counts else evaluating(self._net)

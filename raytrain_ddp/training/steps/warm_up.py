@@ -1,41 +1,28 @@
-"""The forward pass of a turn, and its warm-up, which finds out what a pass changes."""
+"""The warm-up of a run, which finds out what a forward and a backward pass change."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
-from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_ddp.config.field_types import Section
-from raytrain_ddp.data.loading.loader import TrainLoader
-from raytrain_ddp.data.loading.nested import PLAIN, leaves_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
+from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
-from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.runtime.world import autocast
 
-T = TypeVar("T")
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
+_NO_KERNEL = " does not have a deterministic implementation"
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
-Attributes = dict[str, list[Any]]
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-_MAX_LEAVES = 1000  # per attribute
-_MAX_COPIED = 2**16  # elements per tensor
 
 
 class WarmUp(NamedTuple):
@@ -44,52 +31,23 @@ class WarmUp(NamedTuple):
     Args:
         scalar_names: names of the scalars that the task logs with the loss.
         fewest: the fewest samples with which a slot is run in training mode.
-        changing: the bool buffers that a forward pass changes.
         flops: floating-point operations per sample, forward and backward; 0 if unknown.
         averaged: other buffers that a pass changes, except statistics of normalization layers.
-        unsaved: state that a pass changes but checkpoints do not contain: non-persistent buffers
-            and attributes.
         collectives: the collectives that the loss calls.
     """
 
     scalar_names: tuple[str, ...]
     fewest: int
-    changing: list[BufferLocation]
     flops: float
     averaged: Sequence[str] = ()
-    unsaved: Sequence[str] = ()
     collectives: Sequence[str] = ()
 
 
-class Forward:
-    """The task's loss for a batch, in the config's precision.
-
-    Args:
-        net: the model, possibly wrapped in DDP.
-        name: the name of the optimizer whose loss it is, if there are several.
-    """
-
-    def __init__(self, build: Build, net: nn.Module, name: str = "") -> None:
-        self.config, self.task, self.world = build.config, build.task, build.world
-        self.model, self.net, self.name = build.model, net, name
-
-    def __call__(self, batch: Batch, is_wrapped: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, shape (), and the scalars with it.
-
-        Raises:
-            TaskError: the task's loss is not a valid loss.
-        """
-        task, net = self.task, self.net if is_wrapped else self.model
-        with autocast(self.world.device, self.config.compute.precision):
-            moved = to_device(batch, self.world.device)
-            result = task.loss(net, moved, self.name) if self.name else task.loss(net, moved)  # type: ignore[call-arg]
-        return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
-
-
 def warm_up(
-    run: Forward,
+    build: Build,
+    net: nn.Module,
     require_gradients: Callable[[nn.Module], None],
-    loader: TrainLoader,
+    name: str = "",
     most: int | None = None,
 ) -> WarmUp:
     """Runs a pass without side effects, and a second one for static graphs; all ranks take part if
@@ -100,6 +58,7 @@ def warm_up(
     slot is run in evaluation mode, for any number of workers.
 
     Args:
+        net, name: see `Build.loss`.
         require_gradients: called with the model after the backward pass.
         most: the most samples in a batch; None: as many as a slot has.
 
@@ -110,83 +69,49 @@ def warm_up(
     Raises:
         ConfigError, TaskError: the model or the loss could not be trained.
     """
-    epoch = run.config.data.grow_epochs  # one with the largest images
+    config, model, loader = build.config, build.model, build.loader
+    device, epoch = build.world.device, config.data.grow_epochs  # one with the largest images
     sizes = [
         min(each, most or each) for each in (loader.plan.micro_batch, loader.plan.smallest_slot)
     ]
     batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
     samples = loader.data.samples_of(batch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
-    states = [attributes_of(run.task, run.model)]
-    compute, unsaved = run.config.compute, list[str]()
-    # Other kernels, and compiled code after its first pass, may give different bits.
-    compares = not compute.compile and (run.world.device.type == "cpu" or compute.deterministic)
-    try:
-        with (
-            counting_flops(compute.compile) as counter,
-            naming_nondeterministic(run.model),
-        ):
+    buffers, masks = SavedBuffers(model), BoolBuffers(model)
+    with naming_remedy():
+        with counting_flops(config.compute.compile) as counter, keeping_generators(device):
+            seed_slot(device, config.seed, 0, 0)
             collectives = _Collectives()
-            made = partial(_pass, run, require_gradients=require_gradients, watching=collectives)
-            names, others, loss = _seeded(run, made, batch)
-            states.append(attributes_of(run.task, run.model))
-        if run.config.ddp.static_graph:
-            _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
-        flipped = flags.changed()
+            names, others = _pass(build, net, batch, name, require_gradients, collectives)
+        if config.ddp.static_graph:  # DDP itself calls collectives
+            _pass(build, net, batch, name, require_gradients, nullcontext())
+        masks.require_constant()
         buffers.restore()
-        flags.begin()
-        if compares:  # a second pass from the same buffers
-            made_again = partial(run, is_wrapped=False)
-            again = _seeded(run, made_again, batch)[0].detach()  # frees the graph
-            states.append(attributes_of(run.task, run.model))
-            require_repeatable(run.task, loss, again, changed(*states[:2]))
-            unsaved = changed(*states[1:])
-        require_own(run.task, others, others_of(run.model, run(smallest, is_wrapped=False)[0]))
-        fewest = 1 if single is None else 1 + _is_too_small(run, single)
-    except (RuntimeError, ValueError, AttributeError) as error:
-        remedy = _remedy_of(str(error))
-        if remedy is None:
-            raise
-        raise ConfigError(remedy) from error
-    flops, averaged = counter.get_total_flops() / samples, buffers.changed()
-    stored = run.model.state_dict().keys()
-    lost = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
-    averaged = [name for name in averaged if name in stored]
-    calls = tuple(collectives.names)
-    flipped = [*dict.fromkeys([*flipped, *flags.changed()])]
-    found = WarmUp(names, fewest, flipped, flops, averaged, [*lost, *unsaved], calls)
+        smallest_loss, _ = build.loss(smallest, model, name)
+        require_own(build.task, others, others_of(model, smallest_loss))
+        fewest = 1 if single is None else 1 + _is_too_small(build, single, name)
+    flops, changed = counter.get_total_flops() / samples, buffers.changed()
+    stored = model.state_dict().keys()
+    averaged = [each for each in changed if each in stored]
+    found = WarmUp(names, fewest, flops, averaged, (*collectives.names,))
     buffers.restore()
     return found
 
 
-def _seeded(run: Forward, make: Callable[[Batch], T], batch: Batch) -> T:
-    """Runs a pass with the same seeds over a copy of the batch, which the loss may change."""
-    device = run.world.device
-    with suppress(Exception):  # a batch that cannot be copied is used directly
-        batch = deepcopy(batch)
-    with keeping_generators(device):
-        seed_slot(device, run.config.seed, 0, 0)
-        return make(batch)
-
-
 def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
-    """Notes about state that forward passes change, perhaps not as the task intends."""
-    averaged = first_names([*dict.fromkeys(n for each in found.values() for n in each.averaged)])
-    unsaved = first_names([*dict.fromkeys(n for each in found.values() for n in each.unsaved)])
-    notes = {
-        averaged: f"forward passes change the buffers {averaged}: each step applies the mean "
-        "change over its slots (the micro-batches). Update what must not be averaged, such as a "
-        "queue or a count, in after_step().",
-        unsaved: f"forward passes change {unsaved}. Checkpoints do not contain this state, so a "
-        "resumed run starts without it. Store it in persistent buffers of the model.",
-    }
-    return [text for names, text in notes.items() if names]
+    """A note about buffers that forward passes change, perhaps not as the task intends."""
+    names = first_names([*dict.fromkeys(n for each in found.values() for n in each.averaged)])
+    text = (
+        f"forward passes change the buffers {names}: each step applies the mean change over its "
+        "slots (the micro-batches). Update what must not be averaged, such as a queue or a count, "
+        "in after_step()."
+    )
+    return [text] if names else []
 
 
-def _is_too_small(run: Forward, single: Batch) -> bool:
+def _is_too_small(build: Build, single: Batch, name: str) -> bool:
     try:
-        run(single, is_wrapped=False)
+        build.loss(single, build.model, name)
     except ValueError as error:
         if _TOO_SMALL not in str(error):
             raise
@@ -195,35 +120,53 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 
 
 def _pass(
-    run: Forward,
+    build: Build,
+    net: nn.Module,
     batch: Batch,
+    name: str,
     require_gradients: Callable[[nn.Module], None],
     watching: AbstractContextManager[object],
-) -> tuple[tuple[str, ...], dict[int, nn.Parameter], Tensor]:
-    """Returns the names of the scalars with the loss, which is computed in the context;
-    parameters that the model lacks, see `others_of`; and the loss."""
-    run.model.zero_grad()
-    with counting_calls(run.net) as calls, watching:
-        loss, scalars = run(batch)
-    if any(each.grad is not None for each in run.model.parameters()):
+) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
+    """Returns the names of the scalars with the loss, which is computed in the context; and
+    parameters that the model lacks, see `others_of`."""
+    task, model = build.task, build.model
+    with counting_calls(net) as calls, watching:
+        loss, scalars = loss_without_backward(build, net, batch, name)
+    if not calls and net is not model:
         raise TaskError(
-            f"{place_of(run.task.loss)}: calls backward() itself. Only return the loss; the "
-            "gradients follow."
-        )
-    if not calls and run.net is not run.model:
-        raise TaskError(
-            f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
+            f"{place_of(task.loss)}: does not call the model that it receives. Call "
             "model(...): otherwise, gradients are not summed over the workers."
         )
-    others = others_of(run.model, loss)  # before the graph is freed
+    others = others_of(model, loss)  # before the graph is freed
     loss.backward()
-    if all(each.grad is None for each in run.model.parameters()):
-        wanted = "a loss that depends on the model's parameters"
-        raise refused(run.task.loss, loss, wanted)
-    if not run.config.ddp.find_unused_parameters:
-        require_gradients(run.model)
-    run.model.zero_grad()
-    return (*scalars,), others, loss.detach()
+    if all(each.grad is None for each in model.parameters()):
+        raise refused(task.loss, loss, "a loss that depends on the model's parameters")
+    if not build.config.ddp.find_unused_parameters:
+        require_gradients(model)
+    model.zero_grad()
+    return (*scalars,), others
+
+
+def loss_without_backward(
+    build: Build, net: nn.Module, batch: Batch, name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`Build.loss` of a copy of the batch, shape (), and the scalars with it; parameters have no
+    gradients.
+
+    Raises:
+        TaskError: the loss calls backward() itself.
+    """
+    model = build.model
+    model.zero_grad()
+    with suppress(Exception):  # a batch that cannot be copied is used directly
+        batch = deepcopy(batch)
+    loss, scalars = build.loss(batch, net, name)
+    if any(each.grad is not None for each in model.parameters()):
+        raise TaskError(
+            f"{place_of(build.task.loss)}: calls backward() itself. Only return the loss; the "
+            "gradients follow."
+        )
+    return loss, scalars
 
 
 class _Collectives(TorchDispatchMode):
@@ -300,12 +243,29 @@ def require_own(
         )
 
 
+@contextmanager
+def naming_remedy() -> Iterator[None]:
+    """Raises ConfigError in place of an error of torch's that another config would avoid."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AttributeError) as error:
+        remedy = _remedy_of(str(error))
+        if remedy is None:
+            raise
+        raise ConfigError(remedy) from error
+
+
 def _remedy_of(text: str) -> str | None:
-    """The config-level remedy for an error of torch's, if there is one."""
     if _TOO_SMALL in text:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "
             "batch norm: use another --micro-batch or --batch-size."
+        )
+    if _NO_KERNEL in text:
+        return (
+            "compute.deterministic = True, but torch has no deterministic kernel for "
+            f"{text.partition(_NO_KERNEL)[0]}. Use other layers or operations, or "
+            "--compute.no-deterministic: then the run keeps every promise except the same bits."
         )
     if text.startswith("'DistributedDataParallel' object has no attribute"):
         name = text.rpartition("attribute ")[2].strip("'")
@@ -315,76 +275,3 @@ def _remedy_of(text: str) -> str | None:
             "does not wrap the model."
         )
     return None
-
-
-def attributes_of(task: Task, model: nn.Module) -> Attributes:
-    """Returns the plain values and tensors in attributes of the task and the modules, by attribute,
-    including those in lists, tuples, dicts and dataclasses.
-
-    A large tensor is represented by its memory address and version, any other by a copy.
-    """
-    owners: dict[str, object] = {"task": task, "model": model}
-    owners |= {f"model.{name}": each for name, each in model.named_modules() if name}
-    found: Attributes = {}
-    for owner, each in owners.items():
-        for key, value in [*getattr(each, "__dict__", {}).items()]:
-            # A config cannot change, and looking at its fields would count as reading them.
-            if key not in _OF_MODULES and not isinstance(value, Section):
-                nest = [*value] if isinstance(value, deque | set) else value
-                leaves = (leaf for _, leaf in islice(leaves_of(nest), _MAX_LEAVES))
-                found[f"{owner}.{key}"] = [_kept(leaf) for leaf in leaves]
-    return found
-
-
-def changed(before: Attributes, after: Attributes) -> list[str]:
-    """Returns the attributes that differ."""
-    none: list[Any] = []
-    names = dict.fromkeys([*before, *after])
-    return [name for name in names if not _alike(before.get(name, none), after.get(name, none))]
-
-
-def require_repeatable(task: Task, first: Tensor, second: Tensor, names: list[str]) -> None:
-    """Raises TaskError if two losses for one batch differ although they were computed from the same
-    weights, buffers and seeds.
-
-    Args:
-        names: attributes that the first pass has changed.
-    """
-    if _alike([_kept(first)], [_kept(second)]):
-        return
-    where = first_names(names) if names else "a global variable, an object or a generator"
-    raise TaskError(
-        f"{place_of(task.loss)}: the same batch has a different loss in a second pass, because of "
-        f"what the first pass kept in {where}. Checkpoints do not contain this state, and each "
-        "worker has its own: keep it in a buffer of the model (register_buffer), and draw random "
-        "numbers from torch's, numpy's or Python's global generators."
-    )
-
-
-def _kept(leaf: Any) -> Any:
-    """Returns a value by which states of a leaf are compared; None for an object with no value."""
-    if isinstance(leaf, PLAIN):
-        return repr(leaf)
-    is_usual = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-    if not is_usual or leaf.is_meta or leaf.is_inference():
-        return None
-    if leaf.numel() <= _MAX_COPIED:
-        return leaf.detach().clone(), 0
-    return leaf.detach(), leaf._version
-
-
-def _alike(before: list[Any], after: list[Any]) -> bool:
-    return len(before) == len(after) and all(map(_same, before, after))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, tuple) or not isinstance(other, tuple):
-        return bool(one == other)
-    (first, version), (second, later) = one, other
-    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
-        return False
-    if first.data_ptr() == second.data_ptr() and first.numel():
-        return bool(version == later)
-    if first.is_floating_point() or first.is_complex():
-        first, second = first.nan_to_num(), second.nan_to_num()
-    return torch.equal(first, second)

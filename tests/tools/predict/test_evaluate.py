@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from parquet_files import hugging_face, write_parquet
 
 from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally, load
+from raytrain_ddp.checkpoint.committed import Checkpoint
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, find_checkpoint, with_checkpoint
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError, DataError
 from raytrain_ddp.evaluate import main
@@ -20,6 +25,21 @@ def metrics(*argv: str, out: Path) -> dict[str, float]:
     assert main([*argv, "--out", str(out)]) == 0
     found: dict[str, float] = json.loads(out.read_text())["metrics"]
     return found
+
+
+def test_for_a_checkpoint_that_the_run_deletes_meanwhile_the_newest_is_taken(
+    digits: str, tmp_path: Path
+):
+    run = str(shutil.copytree(digits, tmp_path / "run"))
+    best = find_checkpoint(run)
+    newer = replace(best.manifest, step=best.name.step + 1, files={})
+    checkpoint_store(open_storage(run)).commit(newer, {"model.safetensors": b"newer"})
+
+    def read(found: Checkpoint) -> bytes:
+        shutil.rmtree(best.storage.path, ignore_errors=True)
+        return found.read("model.safetensors")
+
+    assert with_checkpoint(run, "best", read) == b"newer"
 
 
 @pytest.fixture
@@ -88,7 +108,7 @@ def test_a_missing_model_file_is_named(
     torch.use_deterministic_algorithms(False)
     Path("lost_net.py").unlink()
     monkeypatch.delitem(__import__("sys").modules, "lost_net")
-    with pytest.raises(ConfigError, match=r"there is no file /\S*lost_net.py"):
+    with pytest.raises(ConfigError, match=r"there is no file '/\S*lost_net.py"):
         main(["lost"])
 
 

@@ -21,7 +21,7 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import main
-from raytrain_ddp.tools.report.write import write_report
+from raytrain_ddp.tools.report.write import report
 
 LIMIT_S = 120.0
 
@@ -82,7 +82,7 @@ def test_each_checkpoint_is_evaluated_beside_a_run_with_the_metrics_of_the_run(t
         ["step", step, "loss"] for step in ("23", "46", "69")
     ]
     (run / "metrics.jsonl").unlink()
-    assert "top1 (evaluation)" in write_report([str(run)], predict=False).read_text()
+    assert "top1 (evaluation)" in report(run, predict=False).path.read_text()
 
 
 def test_ctrl_c_ends_it_and_the_next_call_evaluates_what_is_left(

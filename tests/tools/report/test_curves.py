@@ -9,7 +9,6 @@ import re
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytrain_ddp.events import Eval, Train
-from raytrain_ddp.tools.report import curves
 from raytrain_ddp.tools.report.charts import Chart, Line, drawn, figure_of, smoothed
-from raytrain_ddp.tools.report.run_files import of_log
+from raytrain_ddp.tools.report.curves import curves
+from raytrain_ddp.tools.report.run_files import Run
 
 
 def records(total: int = 276, per_epoch: int = 23, monitor: str = "top1") -> list[Any]:
@@ -39,8 +38,13 @@ def records(total: int = 276, per_epoch: int = 23, monitor: str = "top1") -> lis
     return [event(each) for each in made]
 
 
+def run_of(name: str, made: list[Any]) -> Run:
+    train = [each for each in made if isinstance(each, Train)]
+    return Run(name, train, [each for each in made if isinstance(each, Eval)])
+
+
 def figure(made: list[Any]) -> Figure:
-    return figure_of(curves.curves([of_log("digits", made)]), "digits")
+    return figure_of(curves([run_of("digits", made)]), "digits")
 
 
 def values(axes: Axes, label: str) -> list[tuple[float, float]]:
@@ -49,13 +53,11 @@ def values(axes: Axes, label: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 66])
-def test_any_number_of_records_gives_an_image(count: int, tmp_path: Path):
+def test_any_number_of_records_gives_an_image(count: int):
     out = io.BytesIO()
-    curves.draw_curves(records()[:count], out, "digits")
+    figure(records()[:count]).savefig(out, format="png")
     assert out.getvalue().startswith(b"\x89PNG")
     assert struct.unpack(">I", out.getvalue()[16:20]) == (1200,)
-    curves.draw_curves(records()[:count], str(tmp_path / "curves.png"), "digits")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_charts_show_the_records():
@@ -86,7 +88,7 @@ def test_the_best_evaluation_and_the_first_loss_that_is_not_finite_are_marked():
 
 
 def loss_of(made: list[Any]) -> Chart:
-    return curves.curves([of_log("digits", made)])[0]
+    return curves([run_of("digits", made)])[0]
 
 
 @pytest.mark.parametrize("kind", [Train, Eval])
@@ -104,11 +106,12 @@ def test_unusual_names_and_values_are_drawn():
 
 
 def test_a_chart_in_a_page_follows_the_theme_and_tells_values_by_run():
-    loss = drawn(curves.curves([of_log("one", records()), of_log("<script>", records(138))])[0])
-    assert [(label, run) for label, _, run in loss.keys] == [("one", "run0"), ("<script>", "run1")]
-    for _, color, run in loss.keys:
-        assert color in loss.svg
-        assert f'id="{run}"' in loss.svg
+    loss = drawn(curves([run_of("one", records()), run_of("<script>", records(138))])[0])
+    lines = loss.chart.named
+    assert [(line.label, line.run) for line in lines] == [("one", "run0"), ("<script>", "run1")]
+    for line in lines:
+        assert line.color in loss.svg
+        assert f'id="{line.run}"' in loss.svg
     assert "<" not in loss.texts
     told = json.loads(loss.texts)
     assert all(0 <= x <= 1 for x, _ in told)
@@ -139,9 +142,9 @@ def test_smoothing_reduces_noise_and_leaves_out_what_is_not_finite():
 
 def test_matplotlib_is_imported_lazily_and_pyplot_never():
     script = (
-        "import io, sys, raytrain_ddp.tools.report.curves as curves\n"
+        "import io, sys, raytrain_ddp.tools.report.curves, raytrain_ddp.tools.report.charts as it\n"
         "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
-        "curves.draw_curves([], io.BytesIO(), '')\n"
+        "it.figure_of([], '').savefig(io.BytesIO(), format='png')\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
@@ -151,8 +154,8 @@ def test_the_users_matplotlib_settings_are_ignored_and_unchanged():
     import matplotlib
 
     plain, styled = io.BytesIO(), io.BytesIO()
-    curves.draw_curves(records(), plain, "digits")
+    figure(records()).savefig(plain, format="png")
     with matplotlib.rc_context({"lines.linewidth": 9.0, "axes.facecolor": "black"}):
-        curves.draw_curves(records(), styled, "digits")
+        figure(records()).savefig(styled, format="png")
         assert matplotlib.rcParams["lines.linewidth"] == 9.0
     assert plain.getvalue() == styled.getvalue()

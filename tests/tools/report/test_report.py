@@ -34,7 +34,7 @@ from raytrain_ddp.tools.report.curves import PHASES
 from raytrain_ddp.tools.report.history import Happening, State, happenings, state_of
 from raytrain_ddp.tools.report.predictions import classes
 from raytrain_ddp.tools.report.run_files import read_run
-from raytrain_ddp.tools.report.write import write_report
+from raytrain_ddp.tools.report.write import report
 
 NASTY = "<script>alert(1)</script>&\"'"
 PER_EPOCH = 23
@@ -80,9 +80,7 @@ def write(
 
 
 def page_of(*places: Path, out: Path | None = None, **options: Any) -> str:
-    given = [str(place) for place in places]
-    path = write_report(given, str(out) if out else None, predict=False, **options)
-    return path.read_text(encoding="utf-8")
+    return report(*places, out=out, predict=False, **options).path.read_text(encoding="utf-8")
 
 
 def state_at(run: Path) -> State:
@@ -179,24 +177,24 @@ def test_a_report_is_written_to_the_run_the_working_folder_or_the_given_path(
     troubled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    one, two = str(troubled), str(shutil.copytree(troubled, tmp_path / "two"))
-    assert write_report([one], predict=False) == troubled / "report.html"
-    assert write_report([one, two]) == Path("report.html")
-    assert write_report([str(tmp_path)]) == tmp_path / "report.html"
+    two = shutil.copytree(troubled, tmp_path / "two")
+    assert report(troubled, predict=False).path == troubled / "report.html"
+    assert report(str(troubled), two).path == Path("report.html")
+    assert report(tmp_path).path == tmp_path / "report.html"
     made = raytrain_ddp.report(troubled, out="new/a.html", predict=False)
     assert made.path == Path("new/a.html")
     assert "srcdoc=" in made._repr_html_()
     assert [path.name for path in tmp_path.glob("new/*")] == ["a.html"]
     Path("a.html").touch()
     with pytest.raises(ConfigError, match=r"cannot be written .* --out"):
-        write_report([one], "a.html/b.html", predict=False)
+        report(troubled, out="a.html/b.html", predict=False)
 
 
 @pytest.mark.parametrize("out", [".", "", "new", "new/", "{run}", "{run}/config.toml"])
 def test_a_report_overwrites_only_an_html_page(out: str, troubled: Path):
     before = (troubled / "config.toml").read_text()
     with pytest.raises(ConfigError, match="--out"):
-        write_report([str(troubled)], out.format(run=troubled), predict=False)
+        report(troubled, out=out.format(run=troubled), predict=False)
     assert (troubled / "config.toml").read_text() == before
 
 
@@ -296,9 +294,9 @@ def test_the_config_shows_what_differs_from_its_defaults(troubled: Path):
 
 
 def test_every_step_phase_is_drawn():
-    from raytrain_ddp.training.monitoring import phase_clock
+    from raytrain_ddp.training.monitoring import step_timing
 
-    assert set(PHASES) == set(phase_clock.PHASES)
+    assert set(PHASES) == set(step_timing.PHASES)
 
 
 # ------------------------------------------------------------------ several runs
@@ -340,7 +338,7 @@ def test_the_page_of_a_storage_has_all_runs_running_ones_first(storage: Path):
     assert names[0] == "other"
     assert {*names} == {"other", "troubled", "sweep/trial-0000", "sweep/trial-0001"}
     assert "Running: step 115 of 230, about 2m00s left." in page
-    assert 'style="--share: 0.500"' in page
+    assert 'style="--share: 50.0%"' in page
     assert 'id="run0"' in page, "the curves of a run can be hidden"
 
 
@@ -360,6 +358,19 @@ def test_an_unreadable_run_does_not_hide_the_others(storage: Path):
     page = page_of(storage)
     assert "other cannot be read" in page
     assert "3 runs" in page
+
+
+def test_damaged_files_of_a_run_are_named_and_the_rest_is_shown(storage: Path):
+    run = storage / "troubled"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(["\0" * 9, *lines[1:9], "[", *lines[9:]]))
+    (run / "events.jsonl").write_bytes((run / "events.jsonl").read_bytes() + b'{"kind": "no')
+    (run / "config.toml").write_text("epochs = [")
+    for page in (page_of(run), page_of(storage)):
+        assert "metrics.jsonl: 2 lines cannot be read\n" in page
+        assert "config.toml cannot be read" in page
+        assert "events.jsonl:" not in page, "its last line may be on its way"
+        assert "80.67" in page
 
 
 def test_the_page_of_a_sweep_has_its_trials_the_best_first(storage: Path):
@@ -401,7 +412,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_worst_mistakes_are_shown_with_metrics_by_class(untrained: Path, tmp_path: Path):
-    page = write_report([str(untrained)], str(tmp_path / "r.html"), True).read_text()
+    page = report(untrained, out=tmp_path / "r.html").path.read_text()
     assert page.count('<img src="data:image/png') == 24
     assert "360 of 360 samples" in page
     assert len(re.findall(r">\d taken for \d <small>\d+% sure, .*, row \d+<", page)) == 24
@@ -412,7 +423,7 @@ def test_failed_predictions_do_not_fail_the_report(untrained: Path, tmp_path: Pa
     store = CheckpointStore(open_storage(str(run)).join(CHECKPOINTS))
     config = TrainConfig(name="moved", data=DataConfig(source="torchvision:CIFAR10", root="none"))
     store.commit(Manifest(6, 0, 1, 2, to_dict(config), "x"), {"model.safetensors": b""})
-    page = write_report([str(run)], None, True).read_text()
+    page = report(run).path.read_text()
     assert "None: torchvision:CIFAR10 is not in none/ here." in page
 
 
@@ -426,12 +437,6 @@ def test_classes_are_shown_with_what_they_are_taken_for_the_worst_first():
 
 
 # ------------------------------------------------------------------ the command
-
-
-def test_help_answers_without_torch(tmp_path: Path):
-    answer = run_cli("report", "--help-all", cwd=tmp_path)
-    assert (answer.status, answer.heavy) == (0, [])
-    assert "--every" in answer.out
 
 
 @pytest.mark.parametrize(
@@ -479,10 +484,10 @@ def test_a_browser_shows_the_pages_without_errors(
     if chromium is None:
         pytest.skip("there is no chromium")
     paths = [
-        write_report([str(untrained)], str(tmp_path / "a.html"), True),
-        write_report([str(storage / "troubled")], str(tmp_path / "b.html"), False),
-        write_report([str(storage / "sweep")], str(tmp_path / "c.html"), False),
-        write_report([str(storage)], str(tmp_path / "d.html"), False),
+        report(untrained, out=tmp_path / "a.html").path,
+        report(storage / "troubled", out=tmp_path / "b.html", predict=False).path,
+        report(storage / "sweep", out=tmp_path / "c.html").path,
+        report(storage, out=tmp_path / "d.html").path,
     ]
     complaints: list[str] = []
     with api.sync_playwright() as playwright:

@@ -28,6 +28,7 @@ def test_each_form_of_values_becomes_a_dimension_of_its_field():
 
 REFUSED = {  # a word of --space, and what the error names besides
     **dict.fromkeys(("optim.lr", "optim.lr=", "optim.lr=log:0:1", "optim.lr=1:0.1"), "LOW:HIGH"),
+    **dict.fromkeys(("batch_size=32:256", "optim.betas=0.1:0.2"), "list"),
     **dict.fromkeys(("optim.lr=a:b", "optim.lr=0:inf", "optim.lr=0.1,0.1"), "LOW:HIGH"),
     "name=a,b": "name",
     "seed=1,2": "--seeds",

@@ -25,7 +25,7 @@ from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.gradients.tree_sum import TreeSum, subtrees
-from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.runtime.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {

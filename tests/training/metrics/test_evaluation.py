@@ -25,7 +25,7 @@ from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.training.metrics.metric_states import MAX_NUMBERS, TreeMetrics, tables
 from raytrain_ddp.training.runtime.world import World
 
 
@@ -57,7 +57,7 @@ def merge_tree(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
     for chunk in items_of_rank(chunks, size, rank):
         scores.reset()
         scores.given["loss"].update(chunk)
-        scores.take(chunk, chunk not in empty)
+        scores.take(chunk, None if chunk in empty else scores.state())
     scores.values(world)
     return scores.given["loss"].metric_state["tree"]
 
@@ -141,7 +141,7 @@ def test_a_metric_collection_gives_the_values_of_its_separate_metrics(workers: G
 
 
 def test_the_log_has_the_shape_of_large_values_and_null_for_nonfinite_ones(tmp_path: Path):
-    large = torch.zeros(MOST_NUMBERS + 1)
+    large = torch.zeros(MAX_NUMBERS + 1)
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
     line = json_of(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
     assert json.loads(line)["tables"] == {"c": [[1.0, None], [None, 2.0]]}

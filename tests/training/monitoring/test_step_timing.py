@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from processes import Group
-from tiny import ScriptedSession, plain, run_tiny, tiny_config
+from tiny import ScriptedMembership, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Slowest
-from raytrain_ddp.training.monitoring.phase_clock import PHASES
-from raytrain_ddp.training.monitoring.step_timing import Reading, Stragglers, in_order, summary
+from raytrain_ddp.training.monitoring.step_timing import PHASES, Stragglers, summary
+from raytrain_ddp.training.runtime.world import World
+
+THREE = World(0, 3, 0, torch.device("cpu"), 1)
 
 
-def reading(**phases: float) -> Reading:
-    return Reading(10.0, in_order(phases), 1000)
+def measured(*ranks: Mapping[str, float]) -> torch.Tensor:
+    """Of ten seconds."""
+    rows = [[10.0, 1000.0, *(each.get(phase, 0.0) for phase in PHASES)] for each in ranks]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def test_the_split_is_the_mean_over_ranks_per_step():
-    reported = summary([reading(data=2, compute=8), reading(compute=10)], 10, 0.0, None)
+    reported = summary(measured({"data": 2, "compute": 8}, {"compute": 10}), 10, 0.0, None)
     assert reported.split_s == {"data": 0.1, "compute": 0.9}
     assert reported.step_s == 1.0
     assert reported.peak_memory_bytes == 1000
     assert reported.flops_per_s is None
-    two = summary([reading(compute=1), reading(data=9, compute=1)], 1, 0.0, None)
+    two = summary(measured({"compute": 1}, {"data": 9, "compute": 1}), 1, 0.0, None)
     assert two.slowest == Slowest(1, "data", 10.0)
-    assert summary([reading(compute=1)], 1, 0.0, None).slowest is None
+    assert summary(measured({"compute": 1}), 1, 0.0, None).slowest is None
 
 
 def log_lines(*ranks: int, phase: str = "data") -> list[Slowest]:
@@ -39,7 +45,7 @@ def log_lines(*ranks: int, phase: str = "data") -> list[Slowest]:
 
 def reported_of(*shown: Slowest) -> list[tuple[int, int | None]]:
     """(line, from 1; rank) of each event."""
-    stragglers = Stragglers(3, 3)
+    stragglers = Stragglers(3, THREE)
     events = [stragglers.look(n, each, ["a", "b", "c"]) for n, each in enumerate(shown, start=1)]
     return [(event.step, event.rank) for event in events if event is not None]
 
@@ -49,18 +55,18 @@ def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
     assert reported_of(*log_lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
     assert reported_of(*log_lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
     assert reported_of(*log_lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
-    stragglers = Stragglers(3, 3)
+    stragglers = Stragglers(3, THREE)
     *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in log_lines(*[1] * 5))
     assert event is not None
     assert "rank 1 on b takes 3.0 x" in event.text
 
 
-def slow_down_rank_1(session: ScriptedSession) -> None:
+def slow_down_rank_1(membership: ScriptedMembership) -> None:
     def pause(_: int) -> None:
-        if session.world.rank == 1:
+        if membership.world.rank == 1:
             time.sleep(0.2)
 
-    session.before_step = pause
+    membership.before_step = pause
 
 
 @pytest.fixture(scope="module")

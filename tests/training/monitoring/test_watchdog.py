@@ -1,4 +1,4 @@
-"""What the watchdog of one rank finds, with made-up signs of the others."""
+"""What the watchdog of one rank finds, with made-up statuses of the others."""
 
 from __future__ import annotations
 
@@ -14,34 +14,27 @@ import torch
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus, diagnose, is_hang
-from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
+from raytrain_ddp.training.monitoring.step_timing import EXCHANGING, Clock
+from raytrain_ddp.training.monitoring.watchdog import Hang, RankStatus, Watchdog, diagnose
+from raytrain_ddp.training.runtime.world import World
 
 
 def status(rank: int, **changes: Any) -> RankStatus:
     """Of a rank that waits in the all-reduce of step 9, beyond its time limit."""
-    usual: dict[str, Any] = {"step": 9, "doing": "gradient exchange", "collective": 40}
-    usual |= {"name": "all_reduce", "waits": True, "at": "a.py:1 in f"}
+    usual: dict[str, Any] = {"step": 9, "collective": 40, "waits": True}
+    usual |= {"where": "the all-reduce of step 9 (gradient exchange, collective 40)"}
     return RankStatus(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
 
 
-def watch(
-    folder: Path,
-    others: Callable[[], list[RankStatus]],
-    state: State,
-    doing: str = "evaluation",
-    rank: int = 0,
-    of_run: Callable[[int], int] = int,
-    wait_s: float = 60.0,
-) -> Hang | None:
-    """The hang that a rank finds within `wait_s`; the other two are on another machine."""
+def watch(folder: Path, others: Callable[[], list[RankStatus]], wait_s: float) -> Hang | None:
+    """The hang that rank 0, which waits, finds within `wait_s`; the others are on another host."""
     found: list[Hang] = []
     ended = threading.Event()
-    clock = Clock(torch.device("cpu"))
-    clock.steps, clock.doing = 1, doing
+    cpu = torch.device("cpu")
+    clock = Clock(cpu)
+    clock.steps, clock.doing = 1, EXCHANGING
     owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
-    owners[rank] = Owner.here()
+    owners[0] = Owner.here()
 
     def exchange(mine: RankStatus | None) -> dict[int, RankStatus]:
         kept = mine is not None and mine.kept
@@ -51,42 +44,29 @@ def watch(
         found.append(hang)
         ended.set()
 
-    storage = open_storage(str(folder))
-    dog = Watchdog(clock, 1.0, rank, owners, storage, exchange, state, end, of_run)
+    world, storage = World(0, 3, 0, cpu, 1), open_storage(str(folder))
+    dog = Watchdog(clock, 1.0, world, owners, storage, exchange, end)
     ended.wait(wait_s)
     dog.close()
     return found[0] if found else None
 
 
-def test_fault_33_a_rank_stopped_on_another_host_in_an_evaluation_is_named(tmp_path: Path):
-    said_before = [status(n, doing="evaluation", patience_s=60.0, still_s=1.0) for n in (1, 2)]
+def test_fault_33_a_rank_that_is_silent_or_falls_silent_is_named(tmp_path: Path):
+    before = status(1, still_s=1.0)
 
-    def new(rank: int, **changes: Any) -> list[RankStatus]:
-        return [replace(said_before[rank - 1], still_s=time.monotonic() % 10, **changes)]
+    def new(rank: int, **changes: Any) -> RankStatus:
+        return status(rank, still_s=31 + time.monotonic() % 10, **changes)
 
-    def cannot_look(_: Owner) -> str:
-        raise OSError
-
-    cases: dict[str, tuple[Callable[[], list[RankStatus]], State]] = {
-        "rank 2 is silent and stopped": (
-            lambda: new(1),
-            lambda owner: "T" if owner.pid == 3 else "S",
-        ),
-        "rank 1 was stopped after a sign": (
-            lambda: [said_before[0], *new(2)],
-            lambda owner: "T" if owner.pid == 2 else "S",
-        ),
-        "rank 2 sees that rank 1 is stopped": (lambda: new(2, stopped=[1]), lambda _: ""),
-        "rank 2 is silent and runs": (lambda: new(1), lambda _: "S"),
-        "rank 2 is silent, nobody can look": (lambda: new(1), cannot_look),
-        "all say something new": (lambda: [*new(1), *new(2)], lambda _: "T"),
-        "rank 1 has gone on since": (lambda: [*new(1), *new(2, stopped=[1])], lambda _: ""),
+    cases: dict[str, Callable[[], list[RankStatus]]] = {
+        "rank 2 says nothing": lambda: [new(1)],
+        "rank 1 has said something before": lambda: [replace(before, patience_s=4.0), new(2)],
+        "rank 1 said that it takes long": lambda: [before, new(2)],
+        "rank 1 writes a checkpoint": lambda: [new(1, waits=False, patience_s=60), new(2)],
     }
-    expected = [(2,), (1,), (1,), None, None, None, None]
+    expected = [(2,), (1,), None, None]
 
     def found(number: int, name: str) -> tuple[int, ...] | None:
-        limit_s = 60.0 if expected[number] else 4.0
-        hang = watch(tmp_path / name, *cases[name], wait_s=limit_s)
+        hang = watch(tmp_path / name, cases[name], 60.0 if expected[number] else 4.0)
         return hang and hang.ranks
 
     with ThreadPoolExecutor(len(cases)) as pool:
@@ -100,20 +80,14 @@ def diagnosis(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
 
 
 def test_fault_33_the_rank_that_the_others_wait_for_is_found_from_all_statuses():
-    idle = {"waits": False, "doing": "data wait", "name": "broadcast", "collective": 39}
+    idle = {"waits": False, "where": "data wait (a.py:1 in f)", "collective": 39}
     text, ranks = diagnosis(status(0), status(1), status(2, **idle))
     assert ranks == (2,)
     assert text.startswith("rank 2 (h2) did not enter the all-reduce of step 9")
     assert "it is in data wait (a.py:1 in f)" in text
     assert diagnosis(status(0), status(2))[1] == (1,)
-    assert diagnosis(status(0), status(1, name="barrier"), status(2))[1] == (1,)
+    assert diagnosis(status(0), status(1, where="the barrier of step 9"), status(2))[1] == (1,)
     behind = status(0, collective=39)  # of two ranks
     assert diagnosis(behind, status(1), size=2)[1] == (0,)
     assert diagnosis(status(0), status(1), status(2))[1] == ()
     assert diagnosis(*(status(rank, **idle) for rank in range(3)))[1] == ()
-
-
-def test_it_is_not_a_hang_while_one_rank_is_within_its_time_limit():
-    """For example, rank 0 waits for the storage while the others wait for it."""
-    assert is_hang({0: status(0), 1: status(1)})
-    assert not is_hang({0: status(0, doing="checkpoint", patience_s=1800.0), 1: status(1)})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from logs import log_of
 from processes import Died, Group
-from tiny import ScriptedSession, TinyTask, bits, newest, plain, run_tiny, tiny_config, weights
+from tiny import ScriptedMembership, TinyTask, bits, newest, plain, run_tiny, tiny_config, weights
 from torch import Tensor, nn
 
 from raytrain_ddp.config.sections import (
@@ -58,7 +58,7 @@ class Watched(DCGAN):
     def __init__(self, config: TrainConfig, width: str = "8", bad_step: int = 0) -> None:
         super().__init__(config, width)
         self.seen: list[Any] = []
-        self.session: ScriptedSession | None = None
+        self.membership: ScriptedMembership | None = None
         self._bad_step = bad_step
 
     def model(self) -> nn.Module:
@@ -67,7 +67,7 @@ class Watched(DCGAN):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], optimizer: str) -> Any:
         loss = super().loss(model, batch, optimizer)
-        step = self.session.step if self.session is not None else 0
+        step = self.membership.step if self.membership is not None else 0
         bad = step and step == self._bad_step and optimizer == "discriminator"
         return (loss * torch.nan if bad else loss), {"seen": float(len(batch["image"]))}
 

@@ -170,7 +170,6 @@ def test_with_any_optimizer_a_killed_and_resized_run_ends_with_the_same_bits_if_
 
 
 REFUSED: dict[str, Make] = {
-    "needs a closure": lambda m: torch.optim.LBFGS(m.parameters()),
     "None": lambda m: None,
     "lacks parameters": lambda m: torch.optim.Adam(m.head.parameters()),
     "other parameters": lambda m: torch.optim.Adam([*m.parameters(), nn.Parameter(torch.zeros(2))]),

@@ -10,17 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commits import THROTTLED, Record, notes, snapshot
+from commits import BEST, THROTTLED, Record, checkpoints_of, notes, snapshot
 from event_records import event, record, to
+from tiny import tiny_config
 
-from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer
-from raytrain_ddp.checkpoint.metrics_log import MetricsLog
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.run_folder import read_history
-from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.trackers import TensorBoard
+from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.retries import with_backoff
 
@@ -55,7 +58,7 @@ def test_fault_15_retries_continue_for_the_given_outage_time(monkeypatch: pytest
 
 
 class Store:
-    """A fake store: commits block until `free` is set, and fail as scripted."""
+    """Commits block until `free` is set, and fail as scripted."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
@@ -63,12 +66,12 @@ class Store:
         self.errors: Iterator[Exception | None] = iter([])
         self.done: list[int] = []
 
-    def __call__(self, given: Snapshot, number: int) -> None:
+    def act(self, step: int) -> None:
         assert self.free.wait(10)
         error = next(self.errors, None)
         if error is not None:
             raise error
-        self.done.append(given.manifest.step)
+        self.done.append(step)
 
 
 @pytest.fixture
@@ -82,41 +85,53 @@ def store() -> Store:
 
 
 @pytest.fixture
-def commits(store: Store, reported: list[Record]) -> Iterator[AsyncCheckpointer]:
-    made = AsyncCheckpointer(store, 3, to(reported), lambda _: True)
+def checkpoints(
+    store: Store, reported: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Checkpoints]:
+    timed = CheckpointConfig(every_s=0.001, max_failed=3)
+    made = checkpoints_of(tiny_config(tmp_path, "run", checkpoint=timed), reported)
+    made.begin(BEST, 1)
+    commit = made.store.commit
+
+    def acted(manifest: Manifest, files: Any) -> Any:
+        store.act(manifest.step)
+        return commit(manifest, files)
+
+    monkeypatch.setattr(made.store, "commit", acted)
     yield made
     store.free.set()
     made.close()
 
 
 def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_reported(
-    commits: AsyncCheckpointer, store: Store, reported: list[Record]
+    checkpoints: Checkpoints, store: Store, reported: list[Record]
 ):
     store.free.clear()
-    commits.submit(snapshot(1))
-    assert commits.is_busy()
-    assert commits.postpones()
-    assert commits.postpones()
+    checkpoints.save(snapshot(1))
+    assert checkpoints.is_saving()
+    while not notes(reported):
+        assert not checkpoints.time_to_save()
+    assert not checkpoints.time_to_save()
     assert len(notes(reported)) == 1
     threading.Timer(0.1, store.free.set).start()
-    commits.submit(snapshot(2))
+    checkpoints.save(snapshot(2))
     assert store.done[0] == 1
-    commits.finish()
+    checkpoints.finish()
     assert store.done == [1, 2]
-    assert not commits.postpones()
+    assert not checkpoints.is_saving()
 
 
 def test_fault_08_consecutive_failures_end_the_training_and_a_success_resets_the_count(
-    commits: AsyncCheckpointer, store: Store, reported: list[Record]
+    checkpoints: Checkpoints, store: Store, reported: list[Record]
 ):
     full = OSError(errno.ENOSPC, "No space left on device")
     store.errors = iter([full, full, None, full, full, full])
     for step in range(1, 6):
-        commits.submit(snapshot(step)).result()
-        commits.require()
-    commits.submit(snapshot(6)).result()
+        checkpoints.save(snapshot(step))
+        checkpoints.drain()
+    checkpoints.save(snapshot(6))
     with pytest.raises(CheckpointError, match=r"step 6.*No space left") as caught:
-        commits.require()
+        checkpoints.drain()
     assert caught.value.exit_status == 5
     failed = [e for e in reported if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
@@ -126,7 +141,7 @@ def test_nonfinite_values_are_null_in_metrics_jsonl_and_nan_when_read_back(
     tmp_path: Path, reported: list[Record]
 ):
     run = open_storage(str(tmp_path))
-    book = MetricsLog(run, {}, to(reported))
+    book = Log(run, {}, to(reported))
     first = event({"kind": "train", "step": 1, "loss": math.nan, "lr": 0.1, "seconds": 1.0})
     shown = {"kind": "eval", "step": 1, "epoch": 0, "metrics": {"loss": math.inf, "top1": 0.5}}
     book.restore([first])
@@ -156,9 +171,7 @@ def test_fault_08_a_log_that_cannot_be_restored_is_rewritten_at_the_next_checkpo
 ):
     run = open_storage(str(tmp_path))
     (tmp_path / "metrics.jsonl").mkdir()  # makes writing fail
-    book = MetricsLog(
-        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported)
-    )
+    book = Log(run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported))
     book.restore([event({"kind": "train", "step": 1, "loss": 0.5})])
     book.add(event({"kind": "train", "step": 2, "loss": 0.25}))
     assert len(notes(reported)) == 1

@@ -7,23 +7,24 @@ import json
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from commits import THROTTLED, Record, notes, snapshot
-from event_records import to
+from commits import BEST, THROTTLED, Record, checkpoints_of, notes, snapshot
 from faulty_storage import Faults, FaultyHandler
 from logs import log_of
 from processes import Group
 from pyarrow import fs as pafs
 from tiny import (
     TOTAL_STEPS,
-    ScriptedSession,
+    ScriptedMembership,
     WorkerResult,
     bits,
     newest,
@@ -33,8 +34,8 @@ from tiny import (
 )
 
 from raytrain_ddp import retries
-from raytrain_ddp.checkpoint import recorder as recorder_module
-from raytrain_ddp.checkpoint.recorder import Best, Recorder
+from raytrain_ddp.checkpoint import checkpoints as checkpoints_module
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.storage import Storage
@@ -43,9 +44,8 @@ from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.retries import TRIES
-from raytrain_ddp.training import session as session_module
-from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.state.live_state import newest_state
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
@@ -53,13 +53,6 @@ ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 @pytest.fixture
 def reported() -> list[Record]:
     return []
-
-
-# ------------------------------------------------------------------ the recorder
-
-
-def recorder(config: TrainConfig, reported: list[Record]) -> Recorder:
-    return Recorder(config, 1, Best("loss", "min"), to(reported))
 
 
 class FaultyStore(Faults):
@@ -87,18 +80,18 @@ def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
     tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "zombie")
-    first = recorder(config, reported)
-    assert first.begin() is None
-    first.committer.submit(snapshot(10))
+    first = checkpoints_of(config, reported)
+    assert first.begin(BEST, 1) is None
+    first.save(snapshot(10))
     first.drain()
-    second = recorder(config, reported)
-    found = second.begin()
+    second = checkpoints_of(config, reported)
+    found = second.begin(BEST, 1)
     assert found is not None
     assert str(found.name) == "step-00000010-a0001"
-    first.committer.submit(snapshot(20))  # it was paused and does not know of the second
+    first.save(snapshot(20))  # it was paused and does not know of the second
     with pytest.raises(RunLockedError):
         first.finish()
-    second.committer.submit(snapshot(15))
+    second.save(snapshot(15))
     second.finish()
     for each in (first, second):
         each.close()
@@ -109,9 +102,9 @@ def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_del
     tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "vanished")
-    first = recorder(config, reported)
-    first.begin()
-    first.committer.submit(snapshot(20))
+    first = checkpoints_of(config, reported)
+    first.begin(BEST, 1)
+    first.save(snapshot(20))
     first.finish()
     first.close()
     place = Path(first.store.storage.path)
@@ -119,9 +112,9 @@ def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_del
     run_storage(config).write("events.jsonl", journal.encode())
     shutil.rmtree(place)
     for _ in range(2):
-        again = recorder(config, reported)
+        again = checkpoints_of(config, reported)
         with pytest.raises(CheckpointError, match="step 20"):
-            again.begin()
+            again.begin(BEST, 1)
         again.close()
     assert not place.exists()  # it made no claim
 
@@ -136,8 +129,7 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     def store(run: Storage) -> CheckpointStore:
         return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
 
-    monkeypatch.setattr(recorder_module, "checkpoint_store", store)
-    monkeypatch.setattr(session_module, "checkpoint_store", store)
+    monkeypatch.setattr(checkpoints_module, "checkpoint_store", store)
     return made
 
 
@@ -146,17 +138,14 @@ def test_fault_15_permanent_storage_errors_end_the_start_with_5_and_one_line(
     what: str, faulty_store: FaultyStore, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "broken")
-    made = recorder(config, [])
-    made.begin()
-    made.committer.submit(snapshot(10))
+    made = checkpoints_of(config, [])
+    made.begin(BEST, 1)
+    made.save(snapshot(10))
     made.finish()
     made.close()
     setattr(faulty_store, what, 99)
-    with (
-        LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session,
-        pytest.raises(CheckpointError, match="SLOW_DOWN") as caught,
-    ):
-        session.latest()
+    with pytest.raises(CheckpointError, match="SLOW_DOWN") as caught:
+        newest_state(checkpoints_of(config, reported), BEST, None, ALONE)
     assert caught.value.exit_status == 5
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "broken") in str(caught.value)
@@ -167,8 +156,8 @@ def test_a_commit_with_a_lost_response_is_not_written_twice(
     tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "late")
-    made = recorder(config, reported)
-    made.begin()
+    made = checkpoints_of(config, reported)
+    made.begin(BEST, 1)
     commit = made.store.commit
     commits = []
 
@@ -177,8 +166,8 @@ def test_a_commit_with_a_lost_response_is_not_written_twice(
         raise OSError(errno.ETIMEDOUT, "no answer")
 
     monkeypatch.setattr(made.store, "commit", late)
-    made.committer.sleep = lambda _: True
-    made.committer.submit(snapshot(4))
+    monkeypatch.setattr(retries, "retry_pauses", lambda: iter([0.01] * 4))
+    made.save(snapshot(4))
     made.finish()
     made.close()
     assert len(commits) == 1
@@ -202,24 +191,19 @@ def assert_same_run(config: TrainConfig, whole: TrainConfig) -> None:
     assert newest(config).name.step == TOTAL_STEPS
 
 
-def before_each_step_on_rank_0(
-    session: ScriptedSession, act: Callable[[ScriptedSession, int], None]
-) -> None:
-    if session.recorder is not None:
-        session.before_step = partial(act, session)
-
-
-def fill_disk_from_11_to(session: ScriptedSession, last: int) -> None:
+def fill_disk_from_11_to(membership: ScriptedMembership, last: int) -> None:
     """This process can write no file beyond 1,000 bytes, as on a full disk."""
 
-    def limit(session: ScriptedSession, step: int) -> None:
-        if step in (11, last):
-            session.drain()
+    def limit(step: int) -> None:
+        if step in (11, last) and membership.world.is_main:
+            for thread in threading.enumerate():
+                if thread.name == "committer":
+                    thread.join()
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             most = 1000 if step == 11 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
-    before_each_step_on_rank_0(session, limit)
+    membership.before_step = limit
 
 
 @pytest.mark.skipif(
@@ -241,23 +225,26 @@ def test_fault_08_training_survives_a_full_disk_and_the_run_is_complete_once_spa
     assert [str(p) for p in tmp_path.rglob("*tmp*")] == []
 
 
-def slow_down_writes(session: ScriptedSession) -> None:
-    """Each write takes 50 ms, the time of several steps; submissions are recorded."""
-    if session.recorder is None:
-        return
-    place, faulty = session.recorder.store.storage, FaultyStore()
+def run_slow(rank: int, size: int, config: dict[str, Any]) -> WorkerResult:
+    """Each write takes 50 ms, the time of several steps; what is saved is recorded."""
+    trained: list[ScriptedMembership] = []
+    faulty, save = FaultyStore(), Checkpoints.save
     fs, faulty.slow_s = pafs.PyFileSystem(FaultyHandler(faulty, False)), 0.05
-    session.recorder.store = CheckpointStore(Storage(fs, place.path, is_local=False))
-    submit = session.recorder.committer.submit
 
-    def watched(given: Snapshot) -> Any:
-        assert session.recorder is not None
+    def store(run: Storage) -> CheckpointStore:
+        return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
+
+    def watched(own: Checkpoints, given: Snapshot, stall_s: float) -> None:
         places = [t.data_ptr() for tensors in given.tensors.values() for t in tensors.values()]
-        busy = session.recorder.committer.is_busy()
-        session.events.append({"kind": "submitted", "places": places, "busy": busy})
-        return submit(given)
+        submitted = {"kind": "submitted", "places": places, "busy": own.is_saving()}
+        trained[0].events.append(submitted)
+        save(own, given, stall_s)
 
-    session.recorder.committer.submit = watched  # type: ignore[method-assign]
+    with (
+        mock.patch.object(checkpoints_module, "checkpoint_store", store),
+        mock.patch.object(Checkpoints, "save", watched),
+    ):
+        return run_tiny(rank, size, config, prepare=trained.append)
 
 
 def test_fault_16_a_slow_store_neither_delays_the_training_nor_takes_more_memory(
@@ -267,7 +254,7 @@ def test_fault_16_a_slow_store_neither_delays_the_training_nor_takes_more_memory
     same memory."""
     timed = CheckpointConfig(every_epochs=0, every_steps=0, every_s=0.001)
     config = tiny_config(tmp_path, "slow", checkpoint=timed, epochs=6)
-    ran: list[WorkerResult] = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_writes)
+    ran: list[WorkerResult] = workers(3, run_slow, plain(config))
     events = ran[0].events
     submitted = [e for e in events if e["kind"] == "submitted"]
     assert len(submitted) >= 3

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commits import notes
 from event_records import event, to
 from processes import wait_until
 
-from raytrain_ddp.checkpoint.metrics_log import MetricsLog
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.sections import LogConfig
@@ -45,16 +46,14 @@ def config(folder: Path, **log: bool) -> TrainConfig:
 def logged(
     made: TrainConfig, before: Sequence[Record], *records: Record, fails: bool = False
 ) -> list[Record]:
-    """The reports of a start that resumes after `before` and logs `records`."""
+    """The notes of a start that resumes after `before` and logs `records`."""
     reported: list[Record] = []
-    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), to(reported))
+    book = Log(open_storage(made.storage).join("digits"), openers(made), to(reported))
     book.restore(before)
     for record in records:
         book.add(record)
-    if not fails:
-        book.finish()
-    book.close()
-    return reported
+    book.close(failed=fails)
+    return [each for each in reported if each["kind"] == "note"]
 
 
 def test_a_restarted_run_is_one_mlflow_run_with_each_step_once(
@@ -124,12 +123,12 @@ def test_a_failing_service_is_reported_and_retried_at_the_next_checkpoint(tmp_pa
         return opened[-1]
 
     reported: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, to(reported))
+    book = Log(open_storage(str(tmp_path)), {"Service": open_it}, to(reported))
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
-    wait_until(lambda: reported)
-    assert "no route to host" in reported[0]["text"]
+    wait_until(lambda: notes(reported))
+    assert "no route to host" in notes(reported)[0]
     book.publish()
     book.add(train(4, 1.0))
     book.close()

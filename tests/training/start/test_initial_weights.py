@@ -52,17 +52,17 @@ class DifferentModelTask(TinyTask):
         self.differs, self.wide = differs, wide
 
     def model(self) -> nn.Module:
-        assert self.session is not None
-        rank = self.session.world.rank
+        assert self.membership is not None
+        rank = self.membership.world.rank
         torch.manual_seed(100 + rank * self.differs)
         self.made = Net(rank if self.differs else 0, rank == self.wide)
         return self.made
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        assert self.session is not None
+        assert self.membership is not None
         assert isinstance(self.made, Net)
-        if self.session.step and model.training:
-            self.seen.append((self.session.step, [int(self.made.scale[0])]))
+        if self.membership.step and model.training:
+            self.seen.append((self.membership.step, [int(self.made.scale[0])]))
         return cross_entropy(model(batch["x"]), batch["y"])
 
 

@@ -61,8 +61,8 @@ def test_scalars_are_means_over_the_samples_of_a_step_and_if_exact_equal_after_a
 class RenamesScalar(TinyTask):
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         loss = super().loss(model, batch)
-        assert self.session is not None
-        return loss, {"late" if self.session.step == 3 else "early": 1.0}
+        assert self.membership is not None
+        return loss, {"late" if self.membership.step == 3 else "early": 1.0}
 
 
 class Adding(TinyTask):
@@ -99,8 +99,8 @@ class Teacher(TinyTask):
 
     def after_step(self, model: nn.Module, step: int) -> None:
         assert not torch.is_grad_enabled()
-        assert self.session is not None
-        assert step == self.session.step
+        assert self.membership is not None
+        assert step == self.membership.step
         student = dict(model.named_parameters())
         for name, average in model.teacher.named_parameters():  # type: ignore[union-attr]
             average.lerp_(student[name], 0.1)

@@ -15,7 +15,7 @@ from logs import log_of
 from processes import Died, Group
 from tiny import (
     EVAL_ROWS,
-    ScriptedSession,
+    ScriptedMembership,
     TinyTask,
     WorkerResult,
     bits,
@@ -33,7 +33,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.events import Eval, Train
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import chunks_of
-from raytrain_ddp.training.monitoring import phase_clock
+from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.step_decisions import Patience
@@ -142,8 +142,8 @@ class Shifted:
     def monotonic(self) -> float:
         return time.monotonic() + self.by_s
 
-    def __call__(self, session: ScriptedSession) -> None:
-        session.before_step = self.before_step
+    def __call__(self, membership: ScriptedMembership) -> None:
+        membership.before_step = self.before_step
 
     def before_step(self, step: int) -> None:
         self.by_s += 3600 * (step == 3)
@@ -153,9 +153,9 @@ def test_a_run_ends_at_max_time_with_an_evaluation_and_continues_with_a_larger_m
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     shifted = Shifted()
-    monkeypatch.setattr(phase_clock, "time", shifted)
+    monkeypatch.setattr(step_timing, "time", shifted)
     config = tiny_config(tmp_path, "timed", epochs=1, max_time="1h", checkpoint=NEVER)
-    step, total, signal = end([run_tiny(0, 1, plain(config), prepare_session=shifted)])
+    step, total, signal = end([run_tiny(0, 1, plain(config), prepare=shifted)])
     assert (total, signal) == (step, 0)
     assert step in (3, 4)
     assert evals(config) == [step]

@@ -63,8 +63,8 @@ class OddTask(TinyTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = super().loss(model, batch)
-        assert self.session is not None
-        odd = self.session.step > 0 and self._odd_row in batch["row"].tolist()
+        assert self.membership is not None
+        odd = self.membership.step > 0 and self._odd_row in batch["row"].tolist()
         return self.make_nonfinite(loss, model, batch) if odd else loss
 
     def make_nonfinite(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from logs import log_of
 from processes import Died, Group
 from tiny import (
     STEPS_PER_EPOCH,
-    ScriptedSession,
     TinyTask,
     bits,
     kept_steps,
@@ -34,10 +33,9 @@ from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.signals import STOP_SIGNALS
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.loop import take_part
+from raytrain_ddp.training.membership import Membership, Requests
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.steps.step_decisions import Cadence
 
 # ------------------------------------------------------------------ by the number of steps
@@ -64,20 +62,22 @@ def test_what_is_due_follows_from_the_number_of_steps():
 
 @dataclass(frozen=True)
 class Asking:
-    """Sessions whose ranks ask for something in some steps: (rank, step) -> requests."""
+    """Ranks ask for something in some steps: (rank, step) -> requests."""
 
     script: Mapping[tuple[int, int], Requests]
     only_main: bool
 
-    def __call__(self, session: Any) -> None:
-        counts, session.only_main_asks = session.requests, self.only_main
+    def __call__(self, membership: Any) -> None:
+        rank, membership.only_main_asks = membership.world.rank, self.only_main
 
-        def requests() -> Requests:
-            counts()
-            return self.script.get((session.world.rank, session.step), Requests())
+        def requests(step: int | None, may_join: bool = False) -> Requests:
+            membership.step = step or membership.step
+            return self.script.get((rank, step), Requests()) if step else Requests()
 
-        session.requests = requests
-        session.look = lambda: session.events.append({"kind": "looked", "step": session.step})
+        def look() -> None:
+            membership.events.append({"kind": "looked", "step": membership.step})
+
+        membership.requests, membership.look = requests, look
 
 
 @pytest.mark.parametrize(
@@ -144,19 +144,16 @@ def test_the_failures_and_age_of_a_run_are_kept_for_the_next_start(workers: Grou
 # ------------------------------------------------------------------ signals
 
 
-class Signalled(ScriptedSession):
-    """Its process receives one or two signals in the middle of a step."""
+class Signalled(Membership):
+    """Its process receives one or two signals in the middle of step 7."""
 
-    def __init__(self, config: TrainConfig, world: World, at: int, signals: list[int]) -> None:
-        self._at, self._signals = at, signals
-        super().__init__(config, world, 0, 0)
+    signals: Sequence[int] = ()
 
-    def requests(self) -> Requests:
-        super().requests()
-        if self.step == self._at and self.world.rank == 1 % self.world.size:
-            for number in self._signals:
+    def requests(self, step: int | None, may_join: bool = False) -> Requests:
+        if step == 7 and self.world.rank == 1 % self.world.size:
+            for number in self.signals:
                 os.kill(os.getpid(), number)
-        return LocalSession.requests(self)
+        return super().requests(step)
 
 
 def run_signalled(
@@ -166,9 +163,11 @@ def run_signalled(
     made = from_dict(config)
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    with Signalled(made, world, 7, signals) as session:
-        session.stop_on_signals()
-        outcome = train(Build(made, world, TinyTask(made)), session)
+    membership = Signalled(world, lambda _: None)
+    membership.signals = signals
+    membership.stop_on_signals()
+    outcome = take_part(membership, made, lambda _: Build(made, world, TinyTask(made)))
+    assert outcome is not None
     restored = [signal.getsignal(number) for number in STOP_SIGNALS] == before
     return outcome.step, outcome.signal, restored
 
@@ -196,13 +195,14 @@ class StopInEvaluation:
 
     at: int
 
-    def __call__(self, session: Any) -> None:
+    def __call__(self, membership: Any) -> None:
         left = [*range(self.at, -99, -1)]
 
-        def requests() -> Requests:
-            return Requests(stop=15 if left.pop(0) == 0 and session.world.rank == 1 else 0)
+        def requests(step: int | None, may_join: bool = False) -> Requests:
+            stops = step is None and left.pop(0) == 0 and membership.world.rank == 1
+            return Requests(stop=15 if stops else 0)
 
-        session.requests_in_evaluation = requests
+        membership.requests = requests
 
 
 LONG = {"eval_rows": 83}  # 11 chunks: three ranks have 3, 4 and 4
