@@ -12,7 +12,7 @@ torch thread in each. Each loader runs in a process of its own.
 - first batch: counted from when everything is imported and nothing opened
 - memory: the proportional set size of all processes, which counts a shared page once
 
-Needs psutil, and webdataset for its row (extra `bench`). The images are made once (--cache).
+Needs psutil. The images are made once (--cache).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 import math
 import random
 import sys
-import tarfile
 import tempfile
 import time
 from collections import deque
@@ -30,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ from series import HERE, Column, Series, parse, parser, run_to_end
 
 SIZE, BATCH, WORKERS, WARM = 224, 64, 2, 16
 LIMIT_S = 420
-PACKAGES = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy", "webdataset")
+PACKAGES = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy")
 COLUMNS = (
     Column("images/s", "images_per_s", has_ratio=True),
     Column("CPU s per 1,000", "cpu_s", 2),
@@ -57,14 +55,12 @@ def main() -> int:
     flags = parser(__doc__, rounds=5)
     flags.add_argument("--images", type=int, help="loaded while it is measured [9000]")
     flags.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
-    there = {n: each for n, each in LOADERS.items() if find_spec(each[1][0].partition(".")[0])}
-    titles = {name: title for name, (title, _, _) in there.items()}
+    titles = {name: title for name, (title, _, _) in LOADERS.items()}
     args = parse(flags, titles)
     distinct = 300 if args.quick else 3000
     args.images = args.images or (640 if args.quick else 9000)
     args.cache = (args.cache / str(distinct)).resolve()
     once(args.cache / "images", lambda place: make_images(place, distinct))
-    once(args.cache / "tar", partial(write_tars, args.cache / "images"))
     if not (args.cache / "parquet").exists():
         folders = [str(args.cache / name) for name in ("images", "parquet")]
         convert = [sys.executable, "-m", "raytrain_ddp.tools.convert", *folders]
@@ -209,25 +205,6 @@ def fast_folder(folder: Path) -> Any:
     )
 
 
-def write_tars(images: Path, place: Path) -> None:
-    files = sorted(images.glob("*/*.jpg"))
-    random.Random(0).shuffle(files)
-    for start in range(0, len(files), 500):
-        with tarfile.open(place / f"{start:05}.tar", "w") as tar:
-            for file in files[start : start + 500]:
-                tar.add(file, file.name)
-
-
-def webdataset(folder: Path) -> Iterator[Any]:
-    import webdataset as wds
-
-    urls = sorted(str(file) for file in (folder / "tar").glob("*.tar"))
-    rows = wds.WebDataset(urls, resampled=True, shardshuffle=False).shuffle(1000)
-    rows = rows.to_tuple("jpg").map_tuple(decoded).batched(BATCH, partial=False)
-    for (images,) in wds.WebLoader(rows, batch_size=None, num_workers=WORKERS, prefetch_factor=4):
-        yield images
-
-
 def ours(folder: Path, form: str) -> Iterator[Any]:
     """What a worker with two CPUs loads; mirrored here, not on a device."""
     for batch in our_batches(source=str(folder / form), image_size=SIZE):
@@ -274,7 +251,6 @@ LOADERS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], Iterator[Any]]]]
     "ours-map": ("this loader, MapSource", (*OURS, *FOLDER), partial(our_map, shared=False)),
     "ours-shared": ("same, shared=True", (*OURS, *FOLDER), partial(our_map, shared=True)),
     "folder-fast": ("ImageFolder, DataLoader", FOLDER, lambda f: data_loader(fast_folder(f))),
-    "webdataset": ("WebDataset", ("webdataset", "simplejpeg"), webdataset),
     "folder-pil": ("ImageFolder, DataLoader, PIL", FOLDER, folder_pil),
 }
 
