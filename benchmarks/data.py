@@ -4,8 +4,8 @@
 
 A random part of 8 to 100 % of the area and of aspect 3/4 to 4/3, resized to 224 x 224 (bilinear,
 antialiased), and mirrored with probability 1/2; batches of 64, as uint8; files in the page cache.
-All but the first loader of torchvision's folder decode in the fastest known way, so that loaders
-are compared, not decoders; the bare loop does not mirror. Two threads or worker processes, with one
+All but `folder-pil` decode in the fastest known way, so that loaders are compared, not decoders;
+the bare loop does not mirror. Two threads or worker processes, with one
 torch thread in each. Each loader runs in a process of its own.
 
 - CPU s per 1,000: of the process and all below it
