@@ -72,7 +72,7 @@ class DataConfig(Section, name="data"):
     """Split to evaluate on, of eval_source if set. auto: validation, else test; none: do not
     evaluate."""
     config: str = "auto"
-    """Data set to use from a repository with several: a config of its README.md, or a folder."""
+    """Data set to use from a repository with several: a config of its README.md."""
     root: str | None = setting(None, free=True, path="folder", images=_PATHS)
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
@@ -143,7 +143,7 @@ class DataConfig(Section, name="data"):
         aka="loader-workers dataloader-num-workers",
     )
     """Loader threads per training worker, or processes for your own data sets. 0: load in the
-    training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
+    training thread. auto: as many as the worker has CPUs."""
     prefetch: int = setting(4, free=True, least=1, needs="data.workers above 0", of_loop=True)
     """Micro-batches prepared ahead per loader thread or process."""
     prefetch_mib: int = setting(

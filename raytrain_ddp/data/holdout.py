@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -58,80 +57,57 @@ def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
     return counts
 
 
-@dataclass(frozen=True)
-class HoldoutRows:
-    """Which rows of a source are held out, and which remain.
+class HoldoutPart(ImageSource):
+    """Some rows of an image source: those held out, or the others.
+
+    Its blocks are those of the source without the other rows.
 
     Args:
-        rows: the rows held out, ascending.
-        parameters: that determine the rows, for the fingerprint.
+        rows: of the source, ascending.
+        identity: says for the fingerprint which rows these are.
     """
 
-    rows: Rows
-    parameters: str
-
-    def of(self, part_rows: Rows, train: bool) -> Rows:
-        """Maps rows of a part to rows of the source."""
-        if not train:
-            return self.rows[part_rows]
-        before = np.searchsorted(self.rows - np.arange(len(self.rows)), part_rows, side="right")
-        return part_rows + before
-
-    def used(self, start: int, stop: int, train: bool) -> RowMask:
-        """Which of the source's rows start..stop-1 belong to a part, shape (stop - start,)."""
-        first, last = np.searchsorted(self.rows, [start, stop])
-        flags = np.full(stop - start, train)
-        flags[self.rows[first:last] - start] = not train
-        return flags
-
-
-class HoldoutPart(ImageSource):
-    """One part of an image source: the rows held out, or the remaining rows.
-
-    Its blocks are those of the source without the rows of the other part.
-    """
-
-    def __init__(self, source: ImageSource, held: HoldoutRows, train: bool) -> None:
-        self._held, self._train = held, train
-        ends = np.cumsum(source.blocks)
-        before = np.searchsorted(held.rows, ends)  # rows held out up to the end of each block
-        counts = np.diff(before, prepend=0)
-        counts = source.blocks - counts if train else counts
+    def __init__(self, source: ImageSource, rows: Rows, identity: str) -> None:
+        self._rows, self._identity = rows, identity
+        ends = np.searchsorted(rows, np.cumsum(source.blocks))
+        counts = np.diff(ends, prepend=0)  # rows in each block of the source
         self.blocks: Rows = counts[counts > 0]
         sizes = source.block_bytes
         self.block_bytes = None if sizes is None else sizes[counts > 0]
         # It keeps a row group until all rows of this part have been read.
-        self.whole = source.part(lambda start, stop: held.used(start, stop, train))
+        self.whole = source.part(self._used)
         self.class_names = source.class_names
         self.prefers_blocks = source.prefers_blocks
 
+    def _used(self, start: int, stop: int) -> RowMask:
+        first, last = np.searchsorted(self._rows, [start, stop])
+        used = np.zeros(stop - start, bool)
+        used[self._rows[first:last] - start] = True
+        return used
+
     def rows_of_whole(self, rows: Sequence[int]) -> Rows:
         """The rows of `whole` that these rows of this part are."""
-        return self._held.of(np.array(rows, np.int64), self._train)
+        return self._rows[np.array(rows, np.int64)]
 
     def read(self, rows: Rows) -> Any:
-        return self.whole.read(self._held.of(rows, self._train))
+        return self.whole.read(self._rows[rows])
 
     def ahead(self, rows: Rows) -> None:
-        self.whole.ahead(self._held.of(rows, self._train))
+        self.whole.ahead(self._rows[rows])
 
     def close(self) -> None:
         self.whole.close()
 
     def labels(self) -> Rows:
         labels: Rows = self.whole.labels()
-        return labels[self._held.of(np.arange(self.blocks.sum()), self._train)]
+        return labels[self._rows]
 
     def paths(self) -> list[str]:
-        every: Sequence[str] = self.whole.paths()
-        chosen = np.arange(self.blocks.sum()) if every else np.empty(0, np.int64)
-        return [every[row] for row in self._held.of(chosen, self._train)]
+        every = self.whole.paths()
+        return [every[row] for row in self._rows.tolist()] if every else []
 
     def fingerprint(self) -> str:
-        which = "without" if self._train else "only"
-        return sha256(
-            f"{self.whole.fingerprint()} {which} {self._held.parameters}".encode()
-        ).hexdigest()
+        return sha256(f"{self.whole.fingerprint()} {self._identity}".encode()).hexdigest()
 
     def where(self, row: int) -> str:
-        return self.whole.where(int(self.rows_of_whole([row])[0]))
+        return self.whole.where(int(self._rows[row]))

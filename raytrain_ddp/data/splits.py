@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
-from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
+from raytrain_ddp.data.holdout import HoldoutPart, held_out
 from raytrain_ddp.data.loading.sources import ImageSource
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
@@ -50,10 +51,7 @@ class Splits:
     eval_from: str
     notes: tuple[str, ...]
     predicted: Predicted = "classes"
-    _labels: dict[str, Rows] = field(default_factory=dict)
-    _error: list[Exception] = field(default_factory=list)
-    _repeated: list[str] = field(default_factory=list)
-    _counting: Thread | None = None
+    _counts: Future[tuple[dict[str, Rows], list[str]]] | None = None
     _began: float = 0.0
 
     @property
@@ -61,13 +59,11 @@ class Splits:
         return self.train.class_names
 
     def begin_counting(self) -> None:
-        """Starts reading the labels in a thread; `summary` includes the counts available by
-        then."""
-        if self._counting is not None:
-            return
-        self._began = time.monotonic()
-        self._counting = Thread(target=self._count, name="counting", daemon=True)
-        self._counting.start()
+        """Starts reading the labels in a thread; `summary` includes the counts if they are
+        available by then."""
+        if self._counts is None:
+            self._began, self._counts = time.monotonic(), Future()
+            Thread(target=self._count, args=(self._counts,), name="counting", daemon=True).start()
 
     def summary(self) -> DataSummary:
         """The input of `format_data`: rows and classes of both splits, their origin, notes.
@@ -76,35 +72,41 @@ class Splits:
             DataError: a label that has been read is not a class.
         """
         self.begin_counting()
-        assert self._counting is not None
-        self._counting.join(max(0.0, self._began + _COUNTED_WITHIN_S - time.monotonic()))
-        if self._error:
-            raise self._error[0]
+        assert self._counts is not None
+        left_s = self._began + _COUNTED_WITHIN_S - time.monotonic()
+        done, _ = wait([self._counts], max(0.0, left_s))
+        counts, repeated = self._counts.result() if done else ({}, [])
         names = self.class_names
         return DataSummary(
-            train=self._summary_of("train", self.train),
-            eval=self._summary_of("eval", self.eval, self.eval_from) if self.eval else None,
+            train=self._summary_of(self.train, counts.get("train")),
+            eval=self._summary_of(self.eval, counts.get("eval"), self.eval_from)
+            if self.eval
+            else None,
             classes=len(names),
             names=names[:_NAMES_SHOWN],
-            notes=[*self.notes, *self._repeated],
+            notes=[*self.notes, *repeated],
             predicted=self.predicted,
         )
 
-    def _count(self) -> None:
+    def _count(self, result: Future[tuple[dict[str, Rows], list[str]]]) -> None:
+        """The rows of each class, and notes about images that lists name more than once."""
+        counts: dict[str, Rows] = {}
         try:
             for name, source in (("train", self.train), ("eval", self.eval)):
                 labels = None if source is None else source.labels()
                 if labels is not None and self.predicted == "classes":
-                    self._labels[name] = np.bincount(labels, minlength=len(self.class_names))
+                    counts[name] = np.bincount(labels, minlength=len(self.class_names))
                 elif labels is not None and self.predicted == "labels":
-                    self._labels[name] = labels.sum(0, dtype=np.int64)
+                    counts[name] = labels.sum(0, dtype=np.int64)
             paths: list[Any] = [s.paths() if s else [] for s in (self.train, self.eval)]
-            self._repeated += _repeated(*paths)
+            result.set_result((counts, [*_repeated(*paths)]))
         except Exception as error:
-            self._error.append(error)
+            result.set_exception(error)
 
-    def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
-        rows, counts = int(source.blocks.sum()), self._labels.get(split)
+    def _summary_of(
+        self, source: ImageSource, counts: Rows | None, origin: str = ""
+    ) -> SplitSummary:
+        rows = int(source.blocks.sum())
         if counts is None:
             return SplitSummary(rows, origin)
         few, many = int(counts.argmin()), int(counts.argmax())
@@ -137,8 +139,9 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
             evaluation set has a class that the training set lacks.
         PreflightError: an object store does not respond.
     """
-    if found is None or config.holdout:  # a holdout replaces the evaluation split
-        found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
+    if config.holdout:  # replaces the evaluation split
+        found = locate(replace(config, eval_split="none"))
+    found = found or locate(config)
     try:
         train: ImageSource = open_images(found.train, config, config.classes, binary)
     except UnknownClassError as error:
@@ -157,30 +160,31 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     notes = [*found.notes, *notes_of(train, "the training set")]
     notes += [f"data.{name} {why}" for name, why in unused_fields(train, config)]
     if config.holdout:
-        held = _held(train, config)
+        labels = train.labels()
+        strata = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
+        held = held_out(strata, config.holdout, config.holdout_seed)
+        kept = np.delete(np.arange(len(labels), dtype=np.int64), held)
+        identity = f"{config.holdout!r} {config.holdout_seed}"
+        rest = HoldoutPart(train, kept, f"without {identity}")
+        part = HoldoutPart(train, held, f"only {identity}")
         where_from = f"{config.holdout:.3g} of the training set (data.holdout)"
-        parts = HoldoutPart(train, held, True), HoldoutPart(train, held, False)
-        return Splits(*parts, where_from, tuple(notes), predicted)
-    evaluation, eval_from = None, ""
-    if found.eval is not None:
-        try:
-            evaluation, eval_from = (
-                open_images(found.eval, config, classes, binary),
-                found.eval_from,
-            )
-            split = evaluation.split
-            if split and not found.eval.name:  # torchvision sets choose it when opened
-                eval_from = f"the {split} split of {eval_from}"
-                if split != "test":
-                    notes.append(f"the run is evaluated on {eval_from} only.")
-        except NoLabelsError as error:
-            if config.eval_source is not None or config.eval_split != "auto":
-                raise
-            notes.append(f"not used for evaluation: {error}")
-    if evaluation is None and config.eval_split != "none":
-        notes.append(_NO_EVALUATION)
-    elif evaluation is not None:
-        notes += notes_of(evaluation, "the evaluation set")
+        return Splits(rest, part, where_from, tuple(notes), predicted)
+    evaluation: ImageSource | None = None
+    try:
+        if found.eval is not None:
+            evaluation = open_images(found.eval, config, classes, binary)
+    except NoLabelsError as error:
+        if config.eval_source is not None or config.eval_split != "auto":
+            raise
+        notes.append(f"not used for evaluation: {error}")
+    if evaluation is None:
+        notes += [_NO_EVALUATION] * (config.eval_split != "none")
+        return Splits(train, None, "", tuple(notes), predicted)
+    eval_from, split = found.eval_from, evaluation.split
+    if split and found.eval and not found.eval.name:  # torchvision sets choose it when opened
+        eval_from = f"the {split} split of {eval_from}"
+        notes += [f"the run is evaluated on {eval_from} only."] * (split != "test")
+    notes += notes_of(evaluation, "the evaluation set")
     return Splits(train, evaluation, eval_from, tuple(notes), predicted)
 
 
@@ -242,30 +246,18 @@ def unused_fields(
         yield "root", f"is not used for {what}, which is not a list of images."
 
 
-def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
-    labels = train.labels()
-    strata = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
-    rows = held_out(strata, config.holdout, config.holdout_seed)
-    return HoldoutRows(rows, f"{config.holdout!r} {config.holdout_seed}")
-
-
 def _repeated(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
     """Notes about images that lists name more than once."""
-    train, evaluation = [*map(_plain, train)], [*map(_plain, evaluation)]
-    for paths, what in ((train, "training"), (evaluation, "evaluation")):
-        more = len(paths) - len(set(paths))
-        if more:
+    sets = [
+        [p if "://" in p else os.path.normpath(p) for p in each] for each in (train, evaluation)
+    ]
+    for paths, what in zip(sets, ("training", "evaluation"), strict=True):
+        if more := len(paths) - len({*paths}):
             rows = "1 row repeats" if more == 1 else f"{more:,} rows repeat"
             yield f"{rows} the image of another row of the {what} set."
-    both = len(set(train) & set(evaluation))
-    if both:
+    if both := len({*sets[0]} & {*sets[1]}):
         images = "1 image is" if both == 1 else f"{both:,} images are"
         yield f"{images} in both the training set and the evaluation set."
-
-
-def _plain(path: str) -> str:
-    """``a/b.png`` for ``a/./b.png``."""
-    return path if "://" in path else os.path.normpath(path)
 
 
 def notes_of(source: ImageSource, what: str) -> list[str]:

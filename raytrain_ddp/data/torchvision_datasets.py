@@ -6,6 +6,7 @@ import fcntl
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from inspect import Parameter, isclass, signature
 from pathlib import Path
@@ -21,7 +22,7 @@ from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 
 _EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference
-_LABELS = ("targets", "labels", "_labels", "y")  # attributes with the labels of all rows
+_LABELS = ("targets", "labels", "_labels", "y", "_samples")  # may have those of all rows
 _LOOKED_AT = 5  # labels to compare with those of the items
 
 
@@ -87,24 +88,16 @@ class TorchvisionImages(ImageSource):
         return number
 
     def _targets(self) -> list[int]:
+        """The labels of the set's items, from the first attribute that has those of some items."""
+        rows = [*{*np.linspace(0, len(self._dataset) - 1, _LOOKED_AT, dtype=int).tolist()}]
+        some = [int(self._dataset[row][1]) for row in rows]
         for name in _LABELS:
-            found = getattr(self._dataset, name, None)
-            if found is not None and self._fits(found):
-                return [int(label) for label in found]
-        samples = getattr(self._dataset, "_samples", None)
-        if samples is not None and self._fits([sample[-1] for sample in samples]):
-            return [int(sample[-1]) for sample in samples]
+            found = getattr(self._dataset, name, ())
+            with suppress(TypeError, ValueError, IndexError, KeyError):
+                labels = [int(each[-1] if name == "_samples" else each) for each in found]
+                if len(labels) == len(self._dataset) and [labels[row] for row in rows] == some:
+                    return labels
         return [int(self._dataset[row][1]) for row in range(len(self._dataset))]
-
-    def _fits(self, labels: Any) -> bool:
-        """Whether these are the labels of the set's items, in row order."""
-        if len(labels) != len(self._dataset):
-            return False
-        rows = {row * (len(labels) - 1) // (_LOOKED_AT - 1) for row in range(_LOOKED_AT)}
-        try:
-            return all(int(labels[row]) == int(self._dataset[row][1]) for row in rows)
-        except (TypeError, ValueError):
-            return False
 
     def fingerprint(self) -> str:
         return sha256(f"{self._name} {len(self._dataset)}".encode()).hexdigest()
@@ -141,9 +134,10 @@ def _choices(
     accepted = _arguments(made_by)
     download = {"download": True} if "download" in accepted else {}
     if "train" in accepted:
-        if asked and ROLE_OF.get(asked.lower()) not in ("train", "test"):
+        role = ROLE_OF.get(asked.lower())
+        if asked and role not in ("train", "test"):
             raise _no_split(name, asked, "it has train and test")
-        return [{"train": ROLE_OF[asked.lower()] == "train" if asked else train, **download}]
+        return [{"train": role == "train" if asked else train, **download}]
     if "split" in accepted:
         names = (asked,) if asked else ("train",) if train else _EVAL_SPLITS
         return [{"split": split, **download} for split in names]
@@ -155,14 +149,13 @@ def _choices(
 
 
 def _arguments(made_by: type[Any]) -> set[str]:
-    """The constructor's arguments; those of its parent's, too, if it passes arguments on."""
+    """The constructor's arguments; those of its parents, too, if it passes arguments on."""
+    made = [signature(vars(p)["__init__"]) for p in made_by.__mro__ if "__init__" in vars(p)]
     names: set[str] = set()
-    for parent in made_by.__mro__:
-        if "__init__" in vars(parent):
-            parameters = signature(vars(parent)["__init__"]).parameters
-            names |= set(parameters)
-            if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
-                break
+    for parameters in (each.parameters for each in made):
+        names |= set(parameters)
+        if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters.values()):
+            break
     return names
 
 

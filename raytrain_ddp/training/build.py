@@ -289,9 +289,9 @@ class Build:
 
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
-    """The loader's threads. auto: one at first, up to `cpus` as long as training waits for data."""
-    most, first = (cpus, 1) if config.workers == "auto" else (config.workers, None)
-    return LoaderThreads(most, first, config.prefetch, config.prefetch_mib * 2**20)
+    """The loader's threads. auto: one for each of `cpus`."""
+    most = cpus if config.workers == "auto" else config.workers
+    return LoaderThreads(most, config.prefetch, config.prefetch_mib * 2**20)
 
 
 def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:

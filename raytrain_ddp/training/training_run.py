@@ -320,9 +320,8 @@ class Run:
         started = time.monotonic()
         self.log.tell(messages.Evaluating(step))
         with self.clock.part("evaluation"), state.evaluated():
-            threads = replace(build.loader.threads, begin=None)  # nothing else runs meanwhile
             try:
-                self._metrics, tables = evaluation_of(build, threads, beat)
+                self._metrics, tables = evaluation_of(build, build.loader.threads, beat)
             except Abandoned as abandoned:
                 return False, abandoned.stop
         seconds, state.evaluated_step = time.monotonic() - started, step

@@ -13,7 +13,7 @@ import pytest
 from split_checks import Parts, found_at, of_datasets, of_ours, parts_of, write
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.discovery.discovery import open_data_set
+from raytrain_ddp.data.discovery.data_check import open_data_set
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import DataError, PreflightError
 
@@ -66,7 +66,7 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
     "several configs without a README.md": (
         ("plain_text/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet"),
         "they are merged",
-        "several configs: other, plain_text",
+        "several data sets, each with its own splits: other, plain_text",
     ),
     "several data sets by their names": (
         ("cifar-train.parquet", "mnist-train.parquet", "mnist-test.parquet"),
@@ -183,29 +183,21 @@ def test_missing_shards_that_a_readme_selects_are_named(tmp_path: Path):
         found_at(write(root, readme=card(readme.format(last=2))))
 
 
-def test_a_folder_is_a_config_if_no_readme_defines_one(tmp_path: Path):
+def test_several_folders_with_the_same_splits_are_named_or_selected_by_a_glob(tmp_path: Path):
     files = ("a/b/train-0.parquet", "a/b/val-0.parquet", "c/train-0.parquet", "train.parquet")
-    root = write(tmp_path / "root", *files)
-    for config in ("a/b", "b", "B"):
-        train, evaluation = parts_of(found_at(root, config=config), root)
-        assert (train, evaluation) == ({files[0]}, {files[1]})
-    assert parts_of(found_at(root, config="."), root)[0] == {"train.parquet"}
-    with pytest.raises(DataError, match=r"several configs: \., a/b, c"):
+    root = write(tmp_path, *files)
+    with pytest.raises(DataError, match=r"several data sets.*: \., a/b, c"):
         found_at(root)
+    assert len(found_at(root / "a/b").train.paths) == 1
     assert len(found_at(root / "**" / "train*.parquet").train.paths) == 3
 
 
-def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
-    readme = card(
-        "- config_name: x\n  data_files:\n"
-        "  - {split: train, path: pics/one/**}\n  - {split: test, path: 'pics/two/*/*.png'}\n"
-        "  - {split: odd, path: 'pics/*/a/*.png'}\n"
-    )
-    files = ("pics/one/a/0.png", "pics/one/b/0.png", "pics/two/a/0.png")
-    root = write(tmp_path / "root", *files, readme=readme)
-    assert parts_of(found_at(root), root) == ({"pics/one"}, {"pics/two"})
-    with pytest.raises(DataError, match="not all images of the class folders of a local folder"):
-        found_at(root, eval_split="odd")
+def test_images_that_a_readme_selects_are_read_by_datasets(tmp_path: Path):
+    readme = card("- config_name: x\n  data_files: [{split: train, path: pics/one/**}]\n")
+    root = write(tmp_path / "root", "pics/one/a/0.png", "pics/one/b/0.png", readme=readme)
+    with pytest.raises(DataError, match="train: only datasets reads its files: use hf:"):
+        found_at(root)
+    assert parts_of(found_at(root / "pics/one"), root)[0] == {"pics/one"}
 
 
 def test_what_datasets_loads_by_name_is_read_from_its_arrow_files(

@@ -19,9 +19,8 @@ from raytrain_ddp.config.sections import EmaConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.metrics.metric_states import scalars
 from raytrain_ddp.training.runtime.world import World
@@ -110,27 +109,52 @@ def test_an_observed_range_that_starts_at_inf_is_resumed_with_the_same_bits(tmp_
     assert weights(whole)["unused"].tolist() == [math.inf, -math.inf]
 
 
-class Flags(TinyNet):
-    """Its forward pass changes a bool buffer."""
+class FlagModel(nn.Module):
+    """Bool buffers: one that a pass modifies, one that a pass replaces, and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+        self.register_buffer("odd", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen[0] = True
-        return super().forward(x)
-
-
-class Flagging(TinyTask):
-    def model(self) -> nn.Module:
-        self.made = Flags()
-        return self.made
+    def forward(self, number: int) -> None:
+        self.seen[number % 6] = True
+        if number % 2:
+            self.odd = torch.tensor([number % 4 == 1, number % 4 == 3]) | self.odd
 
 
-def test_a_model_that_changes_a_bool_buffer_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="seen"):
-        run_tiny(0, 1, plain(tiny_config(tmp_path, "flags")), kind=Flagging)
+def step_flags(rank: int, size: int) -> list[list[bool]]:
+    """The buffers after each of three steps."""
+    model = FlagModel()
+    before = BoolBuffers(model)
+    model(1)
+    changing = before.changed()
+    assert [place.name for place in changing] == ["seen", "odd"]
+    model.seen.fill_(False)
+    model.odd.fill_(False)
+    buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1), changing=changing)
+    found = []
+    for step in range(3):
+        buffers.begin()
+        for slot in items_of_rank(4, size, rank):
+            buffers.rewind()
+            if slot:  # slot 0 has no samples
+                model(10 * step + slot)
+            buffers.add(slot, slot / 6, torch.zeros(()))
+        total = buffers.agree()[1]
+        buffers.finish(~total.isfinite() | (step == 1))  # the second step is refused
+        found.append(model.seen.tolist() + model.odd.tolist())
+    assert model.mask.sum() == 10
+    return found
+
+
+def test_bool_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
+    seen = [1, 2, 3], [1, 2, 3], [1, 2, 3, 20 % 6 + 1, 20 % 6 + 2, 23 % 6]
+    expected = [[n in step for n in range(6)] + [True, True] for step in seen]
+    for size in (1, 3, 4):
+        for found in workers(size, step_flags):
+            assert found == expected
 
 
 class RealMetrics(TinyTask):

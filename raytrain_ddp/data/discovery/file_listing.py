@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -21,11 +19,16 @@ from raytrain_ddp.data.formats.image_folder import (
     NO_FILE,
     files_below,
     is_image,
-    read_on_disk,
     without_leftovers,
 )
 from raytrain_ddp.data.formats.shard import read_file
-from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_names
+from raytrain_ddp.errors import (
+    DataError,
+    PreflightError,
+    RaytrainError,
+    first_names,
+    is_passing,
+)
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
@@ -41,6 +44,8 @@ _GLOB_SIGNS = "*?["
 _KINDS_SHOWN = 5
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class FileListing:
@@ -48,24 +53,45 @@ class FileListing:
 
     Args:
         shown: the field and its value, for messages.
-        files: paths relative to the root, sorted; for images, only the first one in each folder.
+        source: the path or URI that was listed.
+        fs, root: the file system, and the path of the root in it.
+        files: sizes in bytes by paths relative to the root, sorted; -1: unknown. For images, only
+            the first one in each folder of a disk.
         folders: paths relative to the root; empty for an object store.
         left_out: paths of leftovers anywhere in the source, see `leftover_in`.
         pattern: the glob relative to the root; "" for a folder, and the file's name for a file.
-        uri_of: the path or URI of a file or folder.
-        content: reads a small file.
-        size_of: in bytes; None if there is no such file.
     """
 
     shown: str
-    is_local: bool
-    files: tuple[str, ...]
-    folders: tuple[str, ...]
-    left_out: tuple[str, ...]
+    source: str
+    fs: Any
+    root: str
+    files: Mapping[str, int]
+    folders: Sequence[str]
+    left_out: Sequence[str]
     pattern: str
-    uri_of: Callable[[str], str]
-    content: Callable[[str], bytes]
-    size_of: Callable[[str], int | None]
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, pafs.LocalFileSystem)
+
+    def uri_of(self, name: str) -> str:
+        """The path or URI of a file or folder."""
+        if self.is_local:
+            return str(Path(self.root, name))
+        return uri_beside(self.source, f"{self.root}/{name}")
+
+    def content(self, name: str) -> bytes:
+        """Reads a small file."""
+        outcome = attempt(lambda: read_file(self.fs, f"{self.root}/{name}"))
+        return _answered(outcome, self.source, f"{self.shown}: {name}")
+
+    def size_of(self, name: str) -> int | None:
+        """In bytes; None if there is no such file."""
+        if not self.is_local:
+            return self.files.get(name)
+        place = f"{self.root}/{name}"
+        return os.path.getsize(place) if os.path.isfile(place) else None
 
     def named(self, ends: tuple[str, ...]) -> list[str]:
         """The files whose names end like this, in any case. Also omits files in folders such as
@@ -113,50 +139,33 @@ def list_on_disk(
     if os.path.isdir(path):  # path.is_dir() raises for names that are too long
         files, folders, left_out = _below(str(path), shown, kept, every)
     elif os.path.isfile(path):
-        path, pattern = path.parent, glob.escape(path.name)
-        files = [Path(source).name]
+        path, pattern, files = path.parent, glob.escape(path.name), [path.name]
     elif any(sign in source for sign in _GLOB_SIGNS):
         path, pattern = _root_and_pattern(path)
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
         files = [name for name in found if not os.path.isdir(path / name)]
-        files, left_out = without_leftovers(files, (*kept, *pattern.split("/")))
+        files, left_out = without_leftovers(files, (*kept, *_hidden_in(pattern)))
         if not files:
             folders_only = (
                 " The pattern matches only folders: append /**/*.parquet." if found else ""
             )
             raise DataError(f"{shown}: no file matches.{folders_only}")
     else:
-        try:
-            os.stat(path)
-            problem = f"{NO_FILE}."
-        except PermissionError as error:
-            problem = f"cannot be read: {error.strerror}."
-        except (OSError, ValueError):  # it has a null character
-            place = "" if path.is_absolute() else f" in {Path.cwd()}"
-            problem = f"no such file or folder{place}.{'' if every else _remedy(source)}"
-        raise DataError(f"{shown}: {problem}")
+        raise DataError(f"{shown}: {_why_missing(path, '' if every else _remedy(source))}")
+    sizes = dict.fromkeys(sorted(files), -1)
+    fs, root = pafs.LocalFileSystem(), str(path)
+    return FileListing(shown, source, fs, root, sizes, sorted(folders), sorted(left_out), pattern)
 
-    def size_of(name: str) -> int | None:
-        return (path / name).stat().st_size if (path / name).is_file() else None
 
-    def content(name: str) -> bytes:
-        try:
-            return read_on_disk(str(path / name))
-        except OSError as error:
-            reason = f"{error.strerror}: repair or remove it"
-            raise DataError(f"{shown}: {name}: cannot be read: {reason}.") from error
-
-    return FileListing(
-        shown=shown,
-        is_local=True,
-        files=tuple(sorted(files)),
-        folders=tuple(sorted(folders)),
-        left_out=tuple(sorted(left_out)),
-        pattern=pattern,
-        uri_of=lambda name: str(path / name),
-        content=content,
-        size_of=size_of,
-    )
+def _why_missing(path: Path, remedy: str) -> str:
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        return f"cannot be read: {error.strerror}."
+    except (OSError, ValueError):  # it has a null character
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        return f"no such file or folder{place}.{remedy}"
+    return f"{NO_FILE}."
 
 
 def _below(
@@ -184,6 +193,11 @@ def _below(
     return files, folders, left_out
 
 
+def _hidden_in(pattern: str) -> list[str]:
+    """The parts of a glob that name hidden files or folders, which are data then."""
+    return [part for part in pattern.split("/") if part.startswith(".")]
+
+
 def _root_and_pattern(path: Path) -> tuple[Path, str]:
     """The folder before the first glob character, and the rest."""
     parts = path.parts
@@ -199,30 +213,18 @@ def _remedy(source: str) -> str:
     return " Other choices: 'digits', 'torchvision:CIFAR10', hf:ORG/NAME."
 
 
-# ------------------------------------------------------------------ globs
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Whether a path matches, with the rules of `glob`: ``**`` matches any number of folders, and a
-    leading dot matches only a dot in the pattern."""
-    return _fits(PurePosixPath(name).parts, PurePosixPath(pattern).parts)
-
-
-def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        inner = next((n for n, part in enumerate(parts) if part.startswith(".")), len(parts))
-        return any(_fits(parts[n:], pattern[1:]) for n in range(inner + 1))
-    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
-        return False
-    return fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
-
-
-T = TypeVar("T")
+# ------------------------------------------------------------------ object stores
 
 _PAGES = "https://huggingface.co/datasets/"
 _URI_GLOB_SIGNS = "*["  # "?" starts the query
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a path matches a glob, in which ``**`` matches any number of folders."""
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    parts = (part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
+    return re.fullmatch(glob_translate("/".join(parts)), name) is not None
 
 
 def list_in_store(source: str, shown: str) -> FileListing:
@@ -251,37 +253,19 @@ def list_in_store(source: str, shown: str) -> FileListing:
     fs, info = _answered(answer_within(REACH_TIMEOUT_S, ask), source, shown)
     if info.type == pafs.FileType.NotFound:
         raise _not_there(shown)
-    root, sizes = info.path, {}
-    left_out: list[str] = []
+    root, left_out = info.path, list[str]()
     if info.is_file and not pattern:
-        root, name = str(PurePosixPath(info.path).parent), PurePosixPath(info.path).name
+        root, _, name = info.path.rpartition("/")
         sizes, pattern = {name: info.size}, glob.escape(name)
     else:
         # No time limit: a long list takes longer than the first response.
         sizes = _answered(attempt(lambda: _files_below(fs, root)), source, shown)
         found = [name for name in sizes if not pattern or fits(name, pattern)]
-        names, left_out = without_leftovers(found, pattern.split("/"))
+        names, left_out = without_leftovers(found, _hidden_in(pattern))
         sizes = {name: sizes[name] for name in names}
         if pattern and not sizes:
             raise DataError(f"{shown}: no file matches.")
-
-    def uri_of(name: str) -> str:
-        return source if info.is_file else uri_beside(folder, f"{root}/{name}")
-
-    def content(name: str) -> bytes:
-        return _answered(attempt(lambda: read_file(fs, f"{root}/{name}")), source, shown)
-
-    return FileListing(
-        shown=shown,
-        is_local=False,
-        files=tuple(sizes),
-        folders=(),
-        left_out=tuple(left_out),
-        pattern=pattern,
-        uri_of=uri_of,
-        content=content,
-        size_of=sizes.get,
-    )
+    return FileListing(shown, folder, fs, root, sizes, (), left_out, pattern)
 
 
 def _cut_at_glob(uri: str) -> tuple[str, str]:
@@ -302,24 +286,24 @@ def _files_below(fs: Any, path: str) -> dict[str, int]:
 
 
 def _answered(outcome: T | Exception, source: str, shown: str) -> T:
+    if not isinstance(outcome, Exception):
+        return outcome
     if isinstance(outcome, RaytrainError):
         raise outcome
-    chain = _chain(outcome) if isinstance(outcome, Exception) else iter(())
-    lost = next(filter(_is_of_network, chain), None)
-    if isinstance(outcome, FileNotFoundError) and lost is None:
+    if isinstance(outcome, TimeoutError):
+        raise PreflightError(
+            f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
+            "network and the credentials."
+        )
+    causes = [outcome, *_causes_of(outcome)]
+    lost = next(filter(_is_of_network, causes), None)
+    if lost is not None:
+        raise PreflightError(
+            f"{shown} cannot be reached: {reason_of(source, lost)}. Check the network."
+        )
+    if isinstance(outcome, FileNotFoundError):
         raise _not_there(shown)
-    if isinstance(outcome, Exception):
-        if isinstance(outcome, TimeoutError):
-            raise PreflightError(
-                f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
-                "network and the credentials."
-            )
-        hidden = lost if isinstance(outcome, FileNotFoundError) else None
-        reason = reason_of(source, hidden or outcome)
-        if "NETWORK_CONNECTION" in reason or lost is not None:
-            raise PreflightError(f"{shown} cannot be reached: {reason}. Check the network.")
-        raise DataError(f"{shown}: cannot be read: {reason}.")
-    return outcome
+    raise DataError(f"{shown}: cannot be read: {reason_of(source, outcome)}.")
 
 
 def _not_there(shown: str) -> DataError:
@@ -327,17 +311,12 @@ def _not_there(shown: str) -> DataError:
     return DataError(f"{shown}: no such file or folder.{hint}")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+def _causes_of(error: BaseException) -> Iterator[BaseException]:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        yield cause
+        error = cause
 
 
 def _is_of_network(error: BaseException) -> bool:
     """Whether it is a failed name resolution, a refused or lost connection, or an offline mode."""
-    return isinstance(error, ConnectionError | socket.gaierror | ssl.SSLError) or (
-        isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
-    )
+    return isinstance(error, socket.gaierror | ssl.SSLError) or is_passing(error)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, Splits
@@ -24,6 +24,8 @@ from raytrain_ddp.errors import (
     in_one_line,
     quoted,
 )
+
+T = TypeVar("T")
 
 BY_NAME = "hf:"
 """The prefix of a data set that `datasets` loads: of its name on the Hub, or of its folder."""
@@ -161,34 +163,28 @@ def saved_to_disk(listing: FileListing) -> Splits | None:
     DatasetDict; otherwise None.
 
     Raises:
-        DataError: a file of it is missing or damaged, or it lies in a subfolder.
+        DataError: a file of it is missing or damaged.
     """
-    if {_STATE, _INFO} <= {*listing.files}:
-        return {"": _data_files(listing, "")}
+    folders = {"": ""} if {_STATE, _INFO} <= {*listing.files} else {}
     if _SPLITS in listing.files:
-        names = _listed(listing, _SPLITS, "splits", str)
-        return {name: _data_files(listing, f"{name}/") for name in names}
-    below = [n for n in listing.files if PurePosixPath(n).name in (_STATE, _SPLITS)]
-    if below and not listing.pattern and any(name.endswith(".arrow") for name in listing.files):
-        folders = [str(PurePosixPath(name).parent) for name in below]
-        raise DataError(
-            f"{listing.shown}: what save_to_disk wrote is in {first_names(folders)}: specify that "
-            "folder."
-        )
-    return None
+        names = _content(listing, _SPLITS, lambda found: [*map(str, found["splits"])])
+        folders = {name: f"{name}/" for name in names}
+    found = {
+        split: _content(listing, f"{folder}{_STATE}", _file_names)
+        for split, folder in folders.items()
+    }
+    return {split: [folders[split] + n for n in names] for split, names in found.items()} or None
 
 
-def _data_files(listing: FileListing, folder: str) -> list[str]:
-    return _listed(
-        listing, f"{folder}{_STATE}", "_data_files", lambda file: f"{folder}{file['filename']}"
-    )
+def _file_names(state: Any) -> list[str]:
+    return [str(file["filename"]) for file in state["_data_files"]]
 
 
-def _listed(listing: FileListing, name: str, key: str, of_entry: Callable[[Any], str]) -> list[str]:
-    """The entries of a list in a JSON file."""
+def _content(listing: FileListing, name: str, part: Callable[[Any], T]) -> T:
+    """A part of a JSON file."""
     if name not in listing.files:
         raise DataError(f"{listing.shown}: {name} is missing: copy it again.")
     try:
-        return [*map(of_entry, json.loads(listing.content(name))[key])]
+        return part(json.loads(listing.content(name)))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{listing.shown}: {name} is damaged: copy it again.") from None

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
-from raytrain_ddp.errors import DataError, first_names, quoted
+from raytrain_ddp.errors import DataError, first_names
 
 Role = Literal["train", "validation", "test"]
 Splits = Mapping[str, Sequence[str]]  # name -> files
@@ -31,6 +31,9 @@ _SHARD = re.compile(
     r"(?P<stem>.*?)(?P<dash>[-_.]?)(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})"
     r"(?P<rest>(?!\d).*)",
     re.IGNORECASE,
+)
+_FLAT = (
+    "it contains images without class folders: if a list has their labels, specify that explicitly"
 )
 _HIVE = re.compile(r"^(?:splits?|subsets?|set|partition|fold)=", re.IGNORECASE)
 
@@ -76,22 +79,14 @@ def split_name(name: str) -> SplitName | None:
 # ------------------------------------------------------------------ files
 
 
-def role_in(name: str) -> Role | None:
-    """Returns the role of a file's split, by the names of its folders, or else by its own name."""
-    found = _by_folder(name) or _by_file(name)
-    return found[1].role if found else None
-
-
-def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
-    """Groups files by config and split, both taken from the names of files and folders.
-
-    If several folders contain the same splits, each is a config ("." is the root); otherwise,
-    everything is the config "", and files without a keyword form splits named after the file or its
-    folder. If no file has a keyword, all files form the split "", but several sets of shards are
-    splits of these names.
+def splits_of_files(names: Sequence[str], shown: str, is_glob: bool) -> Splits:
+    """Groups files by split, according to the names of files and folders. Files without a keyword
+    form splits named after the file or its folder. If no file has a keyword, all files form the
+    split "".
 
     Args:
         names: paths below the root, sorted.
+        is_glob: the files were selected by a glob, so different folders belong together.
 
     Raises:
         DataError: by their names, the files of a split belong to several data sets.
@@ -100,43 +95,30 @@ def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
     if not any(split.role == "train" for _, split in found.values()):
         found |= {n: place for n in names if n not in found and (place := _by_file(n))}
     if not found:
-        sets = {name: _own_label(name, ()) for name in names}
-        is_one = len({*sets.values()}) < 2 or not all(
-            _SHARD.fullmatch(PurePosixPath(n).stem) for n in names
-        )
-        return {"": {"": names} if is_one else _grouped(names, sets)}
+        return {"": names}
+    folders = sorted({folder for folder, _ in found.values()})
     labels: dict[str, str] = {}
-    configs = sorted({config for config, _ in found.values()})
-    for config in configs:
-        of_config = {n: split for n, (folder, split) in found.items() if folder == config}
-        labels |= _labels(of_config, shown)
+    for folder in folders:
+        labels |= _labels(
+            {name: split for name, (at, split) in found.items() if at == folder}, shown
+        )
     keywords = {*labels.values()}
-    if len({(found[name][0], label) for name, label in labels.items()}) > len(keywords):
-        return {
-            config or ".": _grouped(
-                [n for n in names if n in found and found[n][0] == config], labels
-            )
-            for config in configs
-        }
-    others = {name: _own_label(name, configs) for name in names if name not in labels}
+    if not is_glob and len({(found[name][0], labels[name]) for name in labels}) > len(keywords):
+        raise _several(shown, [folder or "." for folder in folders])
+    others = {name: _own_label(name, folders) for name in names if name not in labels}
     labels |= {name: label for name, label in others.items() if label not in keywords}
-    return {"": _grouped([name for name in names if name in labels], labels)}
-
-
-def _grouped(names: Sequence[str], labels: Mapping[str, str]) -> Splits:
     splits: dict[str, list[str]] = {}
-    for name in names:
+    for name in filter(labels.__contains__, names):
         splits.setdefault(labels[name], []).append(name)
     return splits
 
 
-def merged(configs: Mapping[str, Splits]) -> Splits:
-    """The splits of all configs together."""
-    splits: dict[str, list[str]] = {}
-    for config in configs.values():
-        for name, files in config.items():
-            splits.setdefault(name, []).extend(files)
-    return {name: sorted(files) for name, files in splits.items()}
+def _several(shown: str, folders: Sequence[str]) -> DataError:
+    return DataError(
+        f"{shown} contains several data sets, each with its own splits: {first_names(folders)}. "
+        f"Specify the folder of one, or files by a glob. If these are classes, move the splits "
+        f"above them (train/{_name(folders[-1])})."
+    )
 
 
 def _by_folder(name: str) -> tuple[str, SplitName] | None:
@@ -193,44 +175,33 @@ def require_all_shards(
         shown: the data source, for the message.
         wanted: returns the names of missing files that would have been read.
     """
-    groups: dict[tuple[str, str], list[tuple[str, re.Match[str]]]] = {}
+    sets: dict[tuple[str, str], dict[str, re.Match[str]]] = {}
     for name in names:
         path = PurePosixPath(name)
         if shard := _SHARD.fullmatch(path.stem):
-            groups.setdefault((str(path.parent), shard["stem"]), []).append((name, shard))
-    for shards in groups.values():
-        files, found = [name for name, _ in shards], [shard for _, shard in shards]
-        total, numbers = int(found[0]["total"]), [int(shard["number"]) for shard in found]
+            sets.setdefault((str(path.parent), shard["stem"]), {})[name] = shard
+    for shards in sets.values():
+        name, shard = next(iter(shards.items()))
+        numbers, total = [int(each["number"]) for each in shards.values()], int(shard["total"])
         first = 1 if total in numbers and 0 not in numbers else 0
-        if (
-            len({int(shard["total"]) for shard in found}) > 1
-            or len({*numbers}) < len(numbers)
-            or max(numbers) >= total + first
-        ):
+        is_one_set = {int(each["total"]) for each in shards.values()} == {total}
+        if not is_one_set or len({*numbers}) < len(numbers) or max(numbers) >= total + first:
             raise DataError(
-                f"{shown}: {first_names(files)} are not one set of shards: remove files of other "
-                "versions, or specify a glob that matches one version."
+                f"{shown}: {first_names([*shards])} are not one set of shards: remove files of "
+                "other versions, or specify a glob that matches one version."
             )
-        rest = found[0]["rest"] if len({shard["rest"] for shard in found}) == 1 else ""
-        absent = [
-            _numbered(files[0], found[0], number, rest)
-            for number in range(first, total + first)
-            if number not in numbers
-        ]
-        missing = wanted(absent) if absent else ()
+        rest = shard["rest"] if len({each["rest"] for each in shards.values()}) == 1 else ""
+        begin, end = shard.span("number")
+        stem, path = shard.string[: shard.start("rest")], PurePosixPath(name)
+        made = (f"{number:0{end - begin}d}" for number in range(first, total + first))
+        every = (f"{stem[:begin]}{digits}{stem[end:]}{rest}{path.suffix}" for digits in made)
+        absent = [each for each in map(str, map(path.with_name, every)) if each not in shards]
+        missing = wanted(absent) if len(numbers) < total else ()
         if missing:
             raise DataError(
                 f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
                 "Download or copy them again."
             )
-
-
-def _numbered(name: str, shard: re.Match[str], number: int, rest: str) -> str:
-    """The name of another shard of the same set."""
-    digits = f"{number:0{len(shard['number'])}d}"
-    stem = f"{shard['stem']}{shard['dash']}{digits}{shard['of']}{shard['total']}{rest}"
-    path = PurePosixPath(name)
-    return str(path.with_name(stem + path.suffix))
 
 
 def _stem(name: str) -> str:
@@ -239,25 +210,24 @@ def _stem(name: str) -> str:
     return shard["stem"] if shard else name
 
 
-class _Tree:
-    """The folders that contain images, at any depth."""
+# ------------------------------------------------------------------ class folders
 
-    def __init__(self, listing: FileListing) -> None:
-        self.direct = {str(PurePosixPath(name).parent) for name in listing.images}
-        self.full = {str(above) for name in listing.images for above in PurePosixPath(name).parents}
-        self._below: dict[str, list[str]] = {}
-        for name in listing.folders:
-            self._below.setdefault(str(PurePosixPath(name).parent), []).append(name)
 
-    def below(self, folder: str) -> list[str]:
-        return [name for name in self._below.get(folder, []) if name in self.full]
+Below = Mapping[str, Sequence[str]]  # folder -> the folders in it that contain images
 
-    def empty(self, folder: str) -> list[str]:
-        return [name for name in self._below.get(folder, []) if name not in self.full]
+
+def _folders_in(listing: FileListing, full: bool = True) -> Below:
+    """The folders in each folder that contain images at any depth, or those that contain none."""
+    below: dict[str, list[str]] = {}
+    of_images = {str(up) for name in listing.images for up in PurePosixPath(name).parents}
+    for name in listing.folders:
+        if (name in of_images) is full:
+            below.setdefault(str(PurePosixPath(name).parent), []).append(name)
+    return below
 
 
 def class_folder_splits(
-    listing: FileListing, config: str, asked: Collection[str]
+    listing: FileListing, asked: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The folders whose subfolders are the classes, relative to the listing's root, by split (an
     unnamed one is ""); and why other splits cannot be used.
@@ -266,53 +236,42 @@ def class_folder_splits(
     are like ``train`` or ``val2017``, or come in pairs such as ``my_train`` and ``my_test``.
 
     Args:
-        config: which of several folders with splits to use; "auto": there must be only one.
         asked: split names from the config, which may be arbitrary.
 
     Raises:
-        NoSuchConfigError: there is no config with the requested name.
         DataError: splits and classes cannot be distinguished.
     """
-    tree, top, picked = _Tree(listing), ".", config == "auto"
-    while True:
-        subs = tree.below(top)
-        splits = _splits_among(subs, asked, tree)
-        inner = [name for name in subs if not splits and _holds_splits(name, tree)]
-        if not picked and not splits and inner:
-            chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
-            if not chosen:
-                has = f"only {first_names(inner)}"
-                raise NoSuchConfigError(f"{listing.shown} has no config {quoted(config)}, {has}.")
-            top, picked = chosen[0], True
-        elif len(inner) > 1:
+    below, top = _folders_in(listing), "."
+    splits = _splits_among(below.get(top, ()), asked, below)
+    if not splits:
+        holders = [folder for folder in below if _splits_among(below[folder], (), below)]
+        outer = [f for f in holders if not any(f.startswith(f"{other}/") for other in holders)]
+        if not outer:
+            return {"": top}, {}
+        if len(outer) > 1:
+            raise _several(listing.shown, sorted(outer))
+        top = outer[0]
+        above = {".", *map(str, PurePosixPath(top).parents)}
+        beside = {str(PurePosixPath(name).parent) for name in listing.images} - above
+        if others := sorted(name for name in beside if not f"{name}/".startswith(f"{top}/")):
             raise DataError(
-                f"{listing.shown} contains several data sets, each with its own splits: "
-                f"{first_names(inner)}. Name one with --data.config. If these are classes, move "
-                f"the splits above them (train/{_name(inner[0])})."
-            )
-        elif inner and len(subs) > 1:
-            beside = [name for name in subs if name not in inner]
-            raise DataError(
-                f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
-                f"{first_names(beside)}: specify the folder {inner[0]} itself if it is the data "
+                f"{listing.shown}: {top} contains splits, but there are also images in "
+                f"{first_names(others)}: specify the folder {top} itself if it is the data "
                 f"set. If all are classes, set --data.train-split {WHOLE}"
             )
-        elif inner:
-            top = inner[0]
-        elif nested := _nested(splits, tree):
-            top = nested
-        else:
-            break
-    if not picked:
-        raise NoSuchConfigError(
-            f"{listing.shown} has no config {quoted(config)}: remove --data.config."
-        )
-    return _usable(top, splits, subs, tree)
+        splits = _splits_among(below[top], asked, below)
+    others = [_name(name) for name in below[top] if name not in splits.values()]
+    unusable = dict.fromkeys(others, "its name is not the name of a split")
+    empty = [split_name(_name(name)) for name in _folders_in(listing, False).get(top, ())]
+    unusable |= {split.word: "it contains no images" for split in empty if split and split.is_exact}
+    flat = [label for label, folder in splits.items() if folder not in below]
+    unusable |= dict.fromkeys(flat, _FLAT)
+    return {label: splits[label] for label in splits if label not in flat}, unusable
 
 
 def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str) -> None:
     """Raises a DataError if class folders have the names of splits."""
-    names = [_name(name) for name in _Tree(listing).below(folder)]
+    names = [_name(name) for name in _folders_in(listing).get(folder, ())]
     odd = [name for name in names if (found := split_name(name)) and found.is_exact]
     if odd:
         raise DataError(
@@ -323,89 +282,28 @@ def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str)
         )
 
 
-def whole_folder(listing: FileListing, images: Collection[str]) -> str | None:
-    """The folder whose class folders contain exactly these images; None: there is none."""
-    classes = [PurePosixPath(name).parent for name in images]
-    parents = {path.parent for path in classes}
-    if len(parents) != 1 or PurePosixPath() in classes:
-        return None
-    (parent,) = parents
-    below = {n for n in listing.images if PurePosixPath(n).parent.is_relative_to(parent)}
-    return str(parent) if below == {*images} else None
-
-
-def _usable(
-    top: str, splits: Mapping[str, str], subs: Collection[str], tree: _Tree
-) -> tuple[dict[str, str], dict[str, str]]:
-    if not splits:
-        return {"": top}, {}
-    others = [_name(name) for name in subs if name not in splits.values()]
-    unusable = dict.fromkeys(others, "its name is not the name of a split")
-    for label, folder in splits.items():
-        if not tree.below(folder):
-            unusable[label] = "it contains images without class folders"
-    for name in tree.empty(top):
-        split = split_name(_name(name))
-        if split and split.is_exact:
-            unusable[split.word] = "it contains no images"
-    return {label: f for label, f in splits.items() if tree.below(f)}, unusable
-
-
-def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree) -> dict[str, str]:
+def _splits_among(folders: Sequence[str], asked: Collection[str], below: Below) -> dict[str, str]:
     """The folders that are splits, by split name."""
-    names = {folder: split_name(_name(folder)) for folder in folders}
-    known = {folder: split for folder, split in names.items() if split and split.is_exact}
-    if not known:
-        known = {
-            folder: split for folder, split in names.items() if split and _paired(split, names)
-        }
+    names = {f: split for f in folders if (split := split_name(_name(f)))}
+    known = {folder: split for folder, split in names.items() if split.is_exact}
+    if not known:  # my_train and my_test
+        pairs: dict[tuple[str, str], set[Role]] = {}
+        for split in names.values():
+            pairs.setdefault((split.before, split.after), set()).add(split.role)
+        paired = {words for words, roles in pairs.items() if {"train"} < roles}
+        known = {f: split for f, split in names.items() if (split.before, split.after) in paired}
     roles = {split.role for split in known.values()}
     if "train" in roles:  # then no sibling is a class: test_set
-        known |= {f: split for f, split in names.items() if split and split.role not in roles}
+        known |= {f: split for f, split in names.items() if split.role not in roles}
     words = [split.word for split in known.values()]
     found = {
         split.word if words.count(split.word) == 1 else _name(folder): folder
         for folder, split in known.items()
     }
     wanted = {name.casefold() for name in asked} - {label.casefold() for label in found}
-    if any(_name(folder).casefold() in wanted and tree.below(folder) for folder in folders):
+    if any(_name(folder).casefold() in wanted and folder in below for folder in folders):
         found |= {_name(folder): folder for folder in folders if folder not in found.values()}
-    return {label: _unwrapped(folder, tree) for label, folder in found.items()}
-
-
-def _holds_splits(folder: str, tree: _Tree) -> bool:
-    inside = tree.below(folder)
-    return bool(_splits_among(inside, (), tree)) or any(_holds_splits(n, tree) for n in inside)
-
-
-def _paired(split: SplitName, names: Mapping[str, SplitName | None]) -> bool:
-    """Whether the same name exists for training and for another split: my_train, my_test."""
-    roles = {
-        other.role
-        for other in names.values()
-        if other and (other.before, other.after) == (split.before, split.after)
-    }
-    return "train" in roles and len(roles) > 1
-
-
-def _unwrapped(folder: str, tree: _Tree) -> str:
-    """``seg_train/seg_train`` for ``seg_train``: an archive unpacked into a folder of the same
-    name."""
-    while True:
-        inside = tree.below(folder)
-        same = len(inside) == 1 and _name(inside[0]).casefold() == _name(folder).casefold()
-        if not same or folder in tree.direct or not tree.below(inside[0]):
-            return folder
-        folder = inside[0]
-
-
-def _nested(splits: Mapping[str, str], tree: _Tree) -> str | None:
-    """The folder of the only split, if it contains nothing but splits: train/train, train/val."""
-    if len(splits) != 1:
-        return None
-    (folder,) = splits.values()
-    inside = tree.below(folder)
-    return folder if inside and len(_splits_among(inside, (), tree)) == len(inside) else None
+    return found
 
 
 def _name(path: str) -> str:

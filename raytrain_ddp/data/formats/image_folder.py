@@ -20,7 +20,6 @@ from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
 _OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control; network drives
     r"\._.*|\.DS_Store|\.AppleDouble|\.Spotlight-V100|\.fseventsd|\.Trash.*|__MACOSX"
@@ -35,7 +34,9 @@ _MAX_DEPTH = 200
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16
 _READ_BYTES = 2**16
-_OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+_OF_THE_FILE = (
+    *(errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO),
+)
 
 
 def leftover_in(path: str, kept: Collection[str] = ()) -> str:
@@ -149,22 +150,11 @@ def files_below(
         if place.count(os.sep) > folder.count(os.sep) + _MAX_DEPTH:
             raise DataError(f"{folder}: more than {_MAX_DEPTH} levels of folders: move them up.")
         folders[:], left = without_leftovers(folders, kept)
-        for link in (os.path.join(place, name) for name in folders):
-            if os.path.islink(link) and _leads_above(link, folder):
+        for link in filter(os.path.islink, (os.path.join(place, name) for name in folders)):
+            if f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(link)}/"):
                 raise DataError(f"the link {link} points to a folder above it: delete it.")
         files, more = without_leftovers(names, kept)
         yield place, files, left + more
-
-
-def _leads_above(link: str, root: str) -> bool:
-    """Whether following a link would lead back: its target is, or contains, a folder on the path
-    from `root` to the link. Other links on this path are resolved."""
-    real, place = os.path.realpath(link) + os.sep, os.path.dirname(link)
-    while not (os.path.realpath(place) + os.sep).startswith(real):
-        if len(place) <= len(root):
-            return False
-        place = os.path.dirname(place)
-    return True
 
 
 def is_image(name: str) -> bool:
@@ -192,32 +182,33 @@ def read_on_disk(path: str) -> bytes:
         os.close(file)
 
 
+def reason_of_file(error: Exception) -> str:
+    """Why a file itself cannot be read; "" if it may be readable later."""
+    if isinstance(error, FileNotFoundError):  # of a store, too
+        return "no such file"
+    if isinstance(error, OSError) and error.errno in _OF_THE_FILE:
+        return str(error.strerror)
+    return ""
+
+
 def content_of(path: str) -> bytes | BadRecord:
     """The bytes of a file; a `BadRecord` if it cannot be read for a reason of its own."""
     try:
         return read_on_disk(path)
     except OSError as error:
-        if error.errno in _OF_THE_FILE or (error.errno == errno.ENOENT and os.path.islink(path)):
-            lost = error.errno == errno.ENOENT
-            return BadRecord(LOST_LINK if lost else error.strerror or str(error))
+        if reason := reason_of_file(error):
+            return BadRecord(reason)
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 def sizes_of(paths: Sequence[str]) -> list[int]:
     """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
-    return [-1 if isinstance(seen, OSError) else seen.st_size for seen in stats_of(paths)]
 
-
-def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
-    """What is known of each file, or why nothing is; asked in many threads, for NFS."""
-
-    def ask(path: str) -> os.stat_result | OSError:
+    def size(path: str) -> int:
         try:
-            return os.stat(path)
-        except ValueError:  # a null character
-            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        except OSError as error:
-            return error
+            return os.path.getsize(path)
+        except (OSError, ValueError):  # or it has a null character
+            return -1
 
-    with ThreadPoolExecutor(_STAT_THREADS) as threads:
-        yield from threads.map(ask, paths)
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:  # for NFS
+        return list(threads.map(size, paths))

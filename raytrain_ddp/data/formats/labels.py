@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import filterfalse
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_ddp.errors import DataError, in_one_line, quoted
-
-Kind = Literal["integer", "number", "boolean", "string", "list", "none"]
 
 _WHOLE = re.compile("0|-?[1-9][0-9]*")  # in its shortest form
 _DIGITS = re.compile("[0-9]+")
@@ -55,17 +52,11 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
     return list(kept)
 
 
-def kind_of(label: Any) -> Kind | None:
-    """The kind of an Arrow type's values; None if they cannot be labels. A column without any value
-    (null) counts as strings."""
-    label = label.value_type if pa.types.is_dictionary(label) else label
-    fits: dict[Kind, bool] = {
-        "integer": pa.types.is_integer(label),
-        "number": pa.types.is_floating(label),
-        "boolean": pa.types.is_boolean(label),
-        "string": is_string(label) or pa.types.is_null(label),
-    }
-    return next((kind for kind in fits if fits[kind]), None)
+def is_label(kind: Any) -> bool:
+    """Whether values of an Arrow type can be labels; a column without any value (null), too."""
+    of = kind.value_type if pa.types.is_dictionary(kind) else kind
+    fits = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    return is_string(of) or any(check(of) for check in fits)
 
 
 def is_string(kind: Any) -> bool:
@@ -114,6 +105,18 @@ def name_of(label: Any) -> str | None:
     return None if label is None else str(label)
 
 
+def is_labeled(label: Any, known: Collection[str] = ()) -> bool:
+    """Whether a row with this value has a label, even one that is no class, such as 0.5.
+
+    Args:
+        known: names of classes, which may be negative numbers.
+    """
+    name = name_of(label)
+    if name is None:  # not NaN
+        return isinstance(label, float) and label == label  # noqa: PLR0124
+    return name in known or not is_negative(name)
+
+
 def is_negative(name: str) -> bool:
     """Whether a name is a negative whole number, which marks a row without a label unless it is
     given as a class."""
@@ -145,59 +148,47 @@ class Labels:
 
     A text or boolean is the class with that name. An integer is an index into `named`, the data's
     own list of names, if there is one. Otherwise, it is the class with that name; or, if no class
-    is a number, an index into `classes`, even if it is written as text.
+    is a number, an index into `names`, even if it is written as text.
 
     Args:
-        classes: all names, in their order.
+        names: of all classes, in their order.
     """
 
-    def __init__(self, classes: Sequence[str], named: Sequence[str] | None = None) -> None:
-        self._classes = classes
-        self._places = {name: number for number, name in enumerate(classes)}
-        digits = [name for name in classes if _DIGITS.fullmatch(name)]
-        self._are_names = named is None and bool(digits)
-        places = classes if named is None else named
-        self._last = len(places) - 1 if not self._are_names or is_range(classes) else None
-        self._meant: dict[str, int]  # the class of an integer
-        if self._are_names:  # 1 is the class 01 if no other has this value
-            values = [name.lstrip("0") or "0" for name in digits]
-            alike, given = Counter(values), zip(values, digits, strict=True)
-            self._meant = {v: self._places[name] for v, name in given if alike[v] == 1}
-        else:
-            self._meant = {str(place): self._places[name] for place, name in enumerate(places)}
-        if named is None:
-            self._meant |= self._places
-        self._known: dict[Any, int | None] = {}
+    def __init__(self, names: Sequence[str], named: Sequence[str] | None = None) -> None:
+        self.names, self._are_indices = names, named is not None
+        self._places = {name: number for number, name in enumerate(names)}
+        indexed = () if any(map(_DIGITS.fullmatch, names)) else names
+        indexed = indexed if named is None else named
+        self._indexed = {str(index): self._places[name] for index, name in enumerate(indexed)}
+        self._known: dict[Any, int | None] = {}  # by type, too: True == 1
 
     def number(self, label: Any) -> int | None:
         """None: not a label, or not a known class."""
-        if label not in self._known:
+        key = (label.__class__, label)
+        if key not in self._known:
             name = name_of(label) or ""
-            number = self._places.get(name) if isinstance(label, str | bool) else None
-            if number is None and not (self._are_names and isinstance(label, str)):
-                number = self._meant.get(name)
-            self._known[label] = number
-        return self._known[label]
+            number = self._indexed.get(name)
+            if isinstance(label, str | bool) or not self._are_indices:
+                number = self._places.get(name, number)
+            self._known[key] = number
+        return self._known[key]
 
     def what_is_wrong(self, label: Any) -> str:
         """Describes a value without a class number, such as ``is null``."""
         name = name_of(label)
-        if isinstance(label, float) and name is None and label == label:  # noqa: PLR0124  # no NaN
-            if label.is_integer():
-                return f"{label:.0f} is too large to be exact: write the labels as text"
-            return f"{label:g} is not a whole number (for regression, see data.target_columns)"
-        if name is None:
+        if name is None and not is_labeled(label):
             return "is an empty string" if isinstance(label, str) else "is null"
-        why = ""
-        if is_negative(name):
-            why = (
-                ": negative numbers mark rows without a label, unless all classes are named, such "
-                "as with --data.classes -1 1"
-            )
-        if self._last is not None and _WHOLE.fullmatch(name):
-            return f"{name} is not in the range 0 to {self._last}{why}"
+        if name is None:
+            limits = "a whole number below 2^53 (for regression, see data.target_columns)"
+            return f"{label:g} is not {limits}"
         shown = quoted(label) if isinstance(label, str) else name
-        return f"{shown} is not one of the {some_names(self._classes)}{why}"
+        wrong = f"{shown} is not one of the {some_names(self.names)}"
+        if not is_negative(name):
+            return wrong
+        return (
+            f"{wrong}: negative numbers mark rows without a label, unless all classes are named, "
+            "such as with --data.classes -1 1"
+        )
 
 
 def how_mapped(names: Sequence[str]) -> str:
@@ -235,8 +226,9 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
 Target = npt.NDArray[np.float32]  # (targets,)
 
 
-def kind_of_targets(name: str, types: Mapping[str, Any], binary: bool) -> Kind:
-    """The kind of the columns of targets: "list", or "number" for one target a column.
+def check_targets(name: str, types: Mapping[str, Any], binary: bool) -> None:
+    """Checks the types of the columns of targets: numbers; or, if `binary`, booleans and integers,
+    or one column of lists of labels.
 
     Args:
         name: of the file, for messages.
@@ -246,27 +238,24 @@ def kind_of_targets(name: str, types: Mapping[str, Any], binary: bool) -> Kind:
     Raises:
         DataError: a column has another type, or there is one label only.
     """
+    fits = [pa.types.is_integer, pa.types.is_floating, *[pa.types.is_boolean] * binary]
+    expected = "numbers are expected with --loss.name mse, l1 or huber. For labels: --loss.name bce"
+    if binary:
+        expected = (
+            "booleans, 0 and 1, or one column of lists of labels are expected with --loss.name "
+            "bce. For numbers: --loss.name mse"
+        )
     for column, kind in types.items():
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        of_labels = is_list and kind_of(kind.value_type) in ("string", "integer")
-        if binary and of_labels and len(types) == 1:
-            return "list"
-        wanted = ("integer", "number", "boolean")[: 3 if binary else 2]
-        if kind_of(kind) not in wanted:
-            expected = (
-                "booleans, 0 and 1, or one column of lists of labels are expected with "
-                "--loss.name bce. For numbers: --loss.name mse"
-                if binary
-                else "numbers are expected with --loss.name mse, l1 or huber. For labels: "
-                "--loss.name bce"
-            )
+        if binary and len(types) == 1 and is_list and is_label(kind.value_type):
+            return
+        if not any(check(kind) for check in fits):
             raise DataError(f"{name}: column {quoted(column)} is {kind}; {expected}.")
     if binary and len(types) == 1:
         raise DataError(
             f"{name}: column {quoted(next(iter(types)))} is one label only: name several columns, "
             "or set --data.label-column instead of --data.target-columns."
         )
-    return "number"
 
 
 class Targets:
@@ -275,7 +264,7 @@ class Targets:
     Args:
         columns: their names.
         names: of the targets: the columns, or the labels in a column of lists.
-        binary: see `kind_of_targets`.
+        binary: see `check_targets`.
         named: the names of the integers in a column of lists; None: they are names themselves.
     """
 
@@ -283,12 +272,11 @@ class Targets:
         self,
         columns: Sequence[str],
         names: Sequence[str],
-        kind: Kind,
         binary: bool,
         named: Sequence[str] | None = None,
     ) -> None:
-        self._columns, self._names, self._binary = columns, names, binary
-        self._labels = Labels(names, named) if kind == "list" else None
+        self.names, self._columns, self._binary = names, columns, binary
+        self._labels = Labels(names, named) if binary and len(columns) == 1 else None
 
     def number(self, values: Any) -> Target | None:
         """float32 (targets,); None: a value is missing or not a target.
@@ -300,7 +288,7 @@ class Targets:
             places = [self._labels.number(label) for label in values or ()]
             if values is None or None in places:
                 return None
-            row = np.zeros(len(self._names), np.float32)
+            row = np.zeros(len(self.names), np.float32)
             row[[place for place in places if place is not None]] = 1
             return row
         values = values if isinstance(values, tuple) else (values,)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 
@@ -48,25 +46,22 @@ class RowGroupCache:
 
     Args:
         load: block -> its content. Called by several threads concurrently, for different blocks.
-        rows: rows in each block, shape (blocks,).
         sizes: approximate bytes of each in memory, shape (blocks,).
         limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
             that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
         threads: maximum number of blocks read in advance concurrently.
-        used: block -> which of its rows are read at all, shape (rows in the block,). Default: all.
+        used: block -> which of its rows are read at all, shape (rows in the block,).
     """
 
     def __init__(
         self,
         load: Callable[[int], ImageGroup],
-        rows: Rows,
         sizes: Rows,
         limit_bytes: int,
         threads: int,
-        used: Callable[[int], RowMask] | None = None,
+        used: Callable[[int], RowMask],
     ) -> None:
-        self._load, self._sizes = load, sizes
-        self._used = used or (lambda block: np.ones(rows[block], bool))
+        self._load, self._sizes, self._used = load, sizes, used
         self._limit, self._threads = limit_bytes, threads
         self._all_fit = int(sizes.sum()) <= limit_bytes
         self._lock = Lock()
@@ -74,19 +69,22 @@ class RowGroupCache:
         self._bytes = 0
         self._wanted: dict[int, None] = {}  # to be read in advance, in this order
         self._reading = 0  # blocks that the pool is reading
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="row-groups")
 
     def get(self, block: int, places: Rows) -> ImageGroup:
         """A block of which the caller reads the rows at `places`, shape (n,)."""
         with self._lock:
+            self._wanted.pop(block, None)
             kept = self._kept.get(block)
             mine = kept is None
             if kept is None:
-                self._wanted.pop(block, None)
                 self._make_room(block)
                 kept = self._begin(block)
             self._kept.move_to_end(block)
-            done = kept.read(places)
+            kept.unread[places] = False
+            done = not kept.unread.any()
+            if done:
+                kept.unread = self._used(block)  # in the next pass over the data
         if mine:
             self._fill(block, kept)
         content = kept.content.result()
@@ -102,24 +100,21 @@ class RowGroupCache:
         Not for rows that may have been read already: their blocks would be read again.
         """
         with self._lock:
-            for block in blocks:
-                if block not in self._kept:
-                    self._wanted[block] = None
+            self._wanted |= dict.fromkeys(block for block in blocks if block not in self._kept)
             self._read_ahead()
 
     def close(self) -> None:
         """Ends the threads after their current reads. Cached blocks and `get` remain usable."""
         with self._lock:
             self._wanted.clear()
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+            pool = self._pool
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="row-groups")
+        pool.shutdown()
 
     # The following methods require the lock, except `_fill` and `_fill_ahead`.
 
     def _begin(self, block: int) -> _Kept:
-        kept = _Kept(int(self._sizes[block]), self._used(block))
-        self._kept[block] = kept
+        kept = self._kept[block] = _Kept(int(self._sizes[block]), self._used(block))
         self._bytes += kept.size_bytes
         return kept
 
@@ -130,10 +125,9 @@ class RowGroupCache:
         """Drops blocks early to make room for one that is needed now."""
         while not self._fits(block):
             loaded = (item for item in self._kept.items() if item[1].content.done())
-            other, kept = next(loaded, (block, None))
-            if kept is None:
+            if (item := next(loaded, None)) is None:
                 return
-            self._drop(other, kept)
+            self._drop(*item)
 
     def _drop(self, block: int, kept: _Kept) -> None:
         if self._kept.get(block) is kept:
@@ -146,8 +140,6 @@ class RowGroupCache:
             if not self._fits(block):
                 return  # until other blocks are finished
             del self._wanted[block]
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="row-groups")
             self._reading += 1
             self._pool.submit(self._fill_ahead, block, self._begin(block))
 
@@ -176,17 +168,5 @@ class RowGroupCache:
 @dataclass(eq=False)
 class _Kept:
     size_bytes: int  # expected, then measured
-    used: RowMask  # (rows,)
+    unread: RowMask  # (rows,), in this pass over the data
     content: Future[ImageGroup] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.unread = self.used.copy()  # (rows,) in this pass over the data
-
-    def read(self, places: Rows) -> bool:
-        """Records what is read; returns whether that completes the pass, and starts the next
-        one."""
-        self.unread[places] = False
-        done = not self.unread.any()
-        if done:
-            self.unread = self.used.copy()
-        return done

@@ -1,23 +1,21 @@
-"""A file of images and labels, of any format: its rows in groups, and what all formats share."""
+"""A file of images and labels, of any format: a table that is read in groups of rows."""
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import read_on_disk
-from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of, kind_of_targets
+from raytrain_ddp.data.formats.image_folder import read_on_disk, reason_of_file
+from raytrain_ddp.data.formats.labels import check_targets, is_label, is_string
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
     DataError,
@@ -33,7 +31,6 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of
 
 T = TypeVar("T")
 
-_OF_THE_FILE = (errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
 RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
 
 
@@ -43,7 +40,7 @@ class Columns(NamedTuple):
     Args:
         label: "": no labels are read.
         root: folder of the images that a list names; None: that of the list.
-        targets: instead of `label`; see targets.py.
+        targets: instead of `label`.
         binary: the targets are labels, which a row has or does not have.
     """
 
@@ -58,30 +55,28 @@ class Columns(NamedTuple):
         """The columns with the labels or targets."""
         return self.targets or ((self.label,) if self.label else ())
 
+    @property
+    def has_lists(self) -> bool:
+        """Whether the targets are one column of lists of labels."""
+        return self.binary and len(self.targets) == 1
+
 
 class RowGroup(NamedTuple):
     """Rows that are read together.
 
     Args:
-        columns: to read: the images' bytes, their paths if any bytes are missing, those of the
-            labels.
-        size_bytes: of these columns, uncompressed.
+        size_bytes: of the columns that are read, uncompressed.
         image_bytes: of the images' bytes, as stored.
-        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them,
-            which only Parquet has.
-        without_image: rows with neither bytes nor a path, as far as the file's statistics tell.
+        images: the columns to read of those in `Shard.images`: not the paths if all have bytes.
     """
 
     rows: int
-    columns: tuple[str, ...]
     size_bytes: int
     image_bytes: int
-    labels: tuple[int, int, int] | None = None
-    without_image: int = 0
+    images: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """Where a file is.
 
     Args:
@@ -96,40 +91,53 @@ class Opened:
     image_fs: Any
     image_root: str
 
+    @staticmethod
+    def at(uri: str, name: str) -> Opened:
+        fs, path = open_uri(uri)
+        return Opened(uri, name, fs, path, fs, os.path.dirname(path))
+
     def below(self, root: str | None) -> Opened:
         """With the images of a list in the folder `root`; None: in that of the list."""
         if root is None:
             return self
         fs, folder = open_uri(root)
-        return replace(self, image_fs=fs, image_root=os.path.expanduser(folder))
+        return self._replace(image_fs=fs, image_root=os.path.expanduser(folder))
+
+    def require_local(self, kind: str) -> None:
+        if not isinstance(self.fs, pafs.LocalFileSystem):
+            raise DataError(
+                f"{self.name}: {kind} files are read from local disks only: download it, or "
+                "convert it to Parquet where it is."
+            )
 
 
-def opened_at(uri: str, name: str) -> Opened:
-    fs, path = open_uri(uri)
-    return Opened(uri, name, fs, path, fs, os.path.dirname(path))
+Load = Callable[[Sequence[int], Sequence[str]], Any]
+"""Returns columns of row groups as an Arrow table, structs flattened."""
 
 
 @dataclass(frozen=True)
-class Shard(ABC):
+class Shard:
     """A file of images and labels; keeps no file open.
 
     Args:
         digest: changes if the rows, sizes or offsets of anything in the file change.
-        kind: of the labels.
+        images: the columns of the images: their bytes, their paths, or both.
         class_names: from the ClassLabel feature, if the file has one.
-        path_column: has the paths of images in files of their own; "": there is none.
-        reads_labels: whether all labels are in memory or are read together.
+        path_column: has the paths of images, or their names in an archive; "": there is none.
+        where_in: names a row for messages, from its group and its place there.
+        left_out: the names of members of an archive that belong to no sample.
     """
-
-    reads_labels: ClassVar[bool] = True
 
     at: Opened
     size_bytes: int
     digest: str
     groups: tuple[RowGroup, ...]
-    kind: Kind
-    class_names: list[str] | None
+    images: tuple[str, ...]
     path_column: str
+    load: Load
+    where_in: Callable[[int, int], str]
+    class_names: list[str] | None = None
+    left_out: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -141,17 +149,24 @@ class Shard(ABC):
         return all(isinstance(fs, pafs.LocalFileSystem) for fs in (self.at.fs, self.at.image_fs))
 
     @property
-    def left_out(self) -> list[str]:
-        """The names of members of an archive that belong to no sample."""
-        return []
+    def has_files(self) -> bool:
+        """Whether all images are in files of their own."""
+        return self.images == (self.path_column,)
 
-    def read(self, group: int, columns: Sequence[str]) -> Any:
-        """Columns of a row group as an Arrow table, verified as far as the format allows.
+    def read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        """Columns of row groups as an Arrow table, verified as far as the format allows.
 
         Raises:
             DataError: the file is missing, damaged or cannot be read.
         """
-        return self._answered([group], columns, f", row group {group}")
+        outcome = with_retries(lambda: self.load(groups, columns), self.is_local)
+        if isinstance(outcome, RaytrainError):
+            raise outcome
+        if isinstance(outcome, Exception):
+            where = f", row group {groups[0]}" if len(groups) == 1 else ""
+            reason = reason_of(self.at.uri, outcome)
+            raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
+        return outcome
 
     def values(self, *columns: str) -> list[Any]:
         """Small columns of all row groups as Python values, see `rows_in`.
@@ -160,7 +175,7 @@ class Shard(ABC):
             DataError: like `read`.
         """
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
-        return rows_in(self._answered(groups, columns, ""), columns) if groups else []
+        return rows_in(self.read(groups, columns), columns) if groups else []
 
     def starts(self) -> list[int]:
         """The first row of each row group, and the end of the last one."""
@@ -172,22 +187,28 @@ class Shard(ABC):
         group = bisect_right(starts, row) - 1
         return self.where_in(group, row - starts[group])
 
-    def where_in(self, group: int, place: int) -> str:
-        """The file, and the row at a place of a group, for messages."""
-        return f"{self.name}, row group {group}, row {place}"
+    def place_of(self, path: str) -> str | BadRecord:
+        """The place of an image: on this machine, or below the folder of the images."""
+        shown = in_one_line(path)
+        if path.startswith("data:") or "\0" in path or (self.is_local and "://" in path):
+            return BadRecord(f"{shown}: not the path of a file")
+        if not self.is_local and leads_out(path):
+            return BadRecord(f"{shown} is not in the folder of its images or below it")
+        return os.path.join(self.at.image_root, path)
 
-    def _answered(self, groups: Sequence[int], columns: Sequence[str], where: str) -> Any:
-        outcome = with_retries(lambda: self._read(groups, columns), self.is_local)
-        if isinstance(outcome, RaytrainError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            reason = reason_of(self.at.uri, outcome)
-            raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
-        return outcome
-
-    @abstractmethod
-    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        """Columns of row groups as a table, structs flattened."""
+    def image_at(self, path: str) -> bytes | BadRecord:
+        """Reads an image that has its own file."""
+        place = self.place_of(path)
+        if isinstance(place, BadRecord):
+            return place
+        outcome = with_retries(lambda: read_file(self.at.image_fs, place), self.is_local)
+        if not isinstance(outcome, Exception):
+            return outcome
+        if reason := reason_of_file(outcome):
+            return BadRecord(f"{in_one_line(path)}: {reason}")
+        # Not a bad record: the file may be readable later.
+        reason = reason_of(self.at.uri, outcome)
+        raise DataError(f"{in_one_line(path)}: cannot be read: {reason}.")
 
 
 def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
@@ -216,59 +237,46 @@ def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     return outcome
 
 
-def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, ...], str, Kind]:
-    """The columns of the images (bytes, file paths or both), that of the paths, and the kind of the
-    labels.
+def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, ...], str]:
+    """The columns of the images (bytes, paths of files, or both), and that of the paths.
 
     Raises:
         DataError: a column is missing, there are two of that name, or it has the wrong type.
     """
+    flag = "--data.target-columns" if columns.targets else "--data.label-column"
+    flags = f"--data.image-column or {flag}" if columns.labels else "--image-column"
     for column in (columns.image, *columns.labels):
         if schema.names.count(column) > 1:
             raise DataError(f"{name}: has several columns named {quoted(column)}.")
         if column not in schema.names:
             raise DataError(
                 f"{name}: no column {quoted(column)} among {first_names(schema.names)}."
-                f"{did_you_mean(column, schema.names)} {_flags_of(columns)}"
+                f"{did_you_mean(column, schema.names)} Set {flags}."
             )
-    image = schema.field(columns.image).type
-    label = schema.field(columns.labels[0]).type if columns.labels else None
-    kind = "none" if label is None else kind_of(label)
+    types = {column: schema.field(column).type for column in columns.labels}
     if columns.targets:
-        types = {column: schema.field(column).type for column in columns.targets}
-        kind = kind_of_targets(name, types, columns.binary)
-    elif kind is None:
+        check_targets(name, types, columns.binary)
+    elif columns.label and not is_label(types[columns.label]):
         raise DataError(
-            f"{name}: column {quoted(columns.label)} is {label}; expected one integer, string or "
-            "boolean per row. Set --data.label-column; or, for several labels or numbers, "
+            f"{name}: column {quoted(columns.label)} is {types[columns.label]}; expected one "
+            f"integer, string or boolean per row. Set {flag}; or, for several labels or numbers, "
             "--data.target-columns."
         )
-    leaves: tuple[str, ...] = ()
-    path_column = ""
-    if is_binary(image):
-        leaves = (columns.image,)
-    elif is_string(image):
-        leaves, path_column = (columns.image,), columns.image
-    elif pa.types.is_struct(image):
-        fits = {"bytes": is_binary, "path": is_string}
-        usable = [
-            field.name for field in image if field.name in fits and fits[field.name](field.type)
-        ]
-        leaves = tuple(f"{columns.image}.{name}" for name in sorted(usable))
-        path_column = next((leaf for leaf in leaves if leaf.endswith(".path")), "")
-    if not leaves:
+    image = schema.field(columns.image).type
+    if _is_binary(image):
+        return (columns.image,), ""
+    if is_string(image):
+        return (columns.image,), columns.image
+    fields = {field.name: field.type for field in image} if pa.types.is_struct(image) else {}
+    fits = {"bytes": _is_binary, "path": is_string}
+    usable = [of for of, is_fit in fits.items() if of in fields and is_fit(fields[of])]
+    if not usable:
         raise DataError(
             f"{name}: column {quoted(columns.image)} is {image}; encoded images (struct<bytes, "
             "path> or binary) or paths of files are expected. Set --data.image-column."
         )
-    return leaves, path_column, kind
-
-
-def _flags_of(columns: Columns) -> str:
-    if not columns.labels:
-        return "Set --image-column."
-    labels = "target-columns" if columns.targets else "label-column"
-    return f"Set --data.image-column or --data.{labels}."
+    path = f"{columns.image}.path" if "path" in usable else ""
+    return tuple(f"{columns.image}.{of}" for of in usable), path
 
 
 def column_of(name: str, values: Sequence[Any], where: str) -> Any:
@@ -289,7 +297,7 @@ def column_of(name: str, values: Sequence[Any], where: str) -> Any:
         ) from None
 
 
-def is_binary(kind: Any) -> bool:
+def _is_binary(kind: Any) -> bool:
     checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
     return any(check(kind) for check in checks)
 
@@ -297,32 +305,3 @@ def is_binary(kind: Any) -> bool:
 def leads_out(path: str) -> bool:
     """Whether it is not below the folder that it starts from."""
     return path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
-
-
-def place_of(shard: Shard, path: str) -> str | BadRecord:
-    """Returns the place of an image: on this machine, or below the folder of the images."""
-    shown = in_one_line(path)
-    if path.startswith("data:") or "\0" in path or (shard.is_local and "://" in path):
-        return BadRecord(f"{shown}: not the path of a file")
-    if not shard.is_local and leads_out(path):
-        return BadRecord(f"{shown} is not in the folder of its images or below it")
-    return os.path.join(shard.at.image_root, path)
-
-
-def image_at(shard: Shard, path: str) -> bytes | BadRecord:
-    """Reads an image that has its own file."""
-    shown, place = in_one_line(path), place_of(shard, path)
-    if isinstance(place, BadRecord):
-        return place
-    outcome = with_retries(lambda: read_file(shard.at.image_fs, place), shard.is_local)
-    if isinstance(outcome, FileNotFoundError | NotADirectoryError):
-        return BadRecord(f"{shown}: no such file")
-    if isinstance(outcome, OSError) and outcome.errno in _OF_THE_FILE:
-        return BadRecord(f"{shown}: {outcome.strerror}")
-    if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
-        raise DataError(f"{shown}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
-    return outcome
-
-
-def join_some(names: Sequence[str], most: int = 5) -> str:
-    return first_names(names, most, ", and ")

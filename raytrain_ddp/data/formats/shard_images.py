@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
@@ -16,25 +16,24 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import NO_FILE, sizes_of
-from raytrain_ddp.data.formats.labels import Labels, Targets, how_mapped
-from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
-from raytrain_ddp.data.formats.shard import (
-    Columns,
-    Opened,
-    Shard,
-    image_at,
-    join_some,
-    opened_at,
-    place_of,
-    rows_in,
-    with_retries,
+from raytrain_ddp.data.formats.labels import (
+    Labels,
+    NoLabelsError,
+    Targets,
+    distinct_names,
+    how_mapped,
+    is_labeled,
+    names_of,
+    numbers_in,
+    were_numbers,
 )
-from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
+from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
+from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, rows_in, with_retries
 from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
 from raytrain_ddp.data.formats.tar_shard import open_tar
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
-from raytrain_ddp.errors import DataError, RaytrainError, first_names, in_one_line
+from raytrain_ddp.errors import DataError, RaytrainError, first_names, in_one_line, quoted
 from raytrain_ddp.uri import attempt, reason_of, uri_beside, without_secrets
 
 _MIB = 2**20
@@ -81,7 +80,7 @@ class ShardImages(ImageSource):
         self._shards = open_shards(paths, self._columns)
         if named is not None:
             self._shards = [with_names(shard, named) for shard in self._shards]
-        self.uses_root = any(map(self._has_paths_only, self._shards))
+        self.uses_root = any(shard.has_files for shard in self._shards)
         self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
             (shard, group)
@@ -91,7 +90,7 @@ class ShardImages(ImageSource):
         ]
         groups = [shard.groups[group] for shard, group in self._blocks]
         if not groups:
-            names, left = join_some([shard.name for shard in self._shards]), self.left_out
+            names, left = first_names([shard.name for shard in self._shards], 5), self.left_out
             unused = f" Not used: {first_names(left)}." if left else ""
             raise DataError(f"{names}: 0 rows.{unused}")
         self.blocks: Rows = np.array([group.rows for group in groups], np.int64)
@@ -99,20 +98,20 @@ class ShardImages(ImageSource):
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names: list[str] = []
-        self._labels_of: dict[str, Labels | Targets] = {}
         if labeled:
-            self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
-        unnamed = [shard for shard in self._shards if not shard.class_names]
-        is_own = labeled and classes is None and not self._columns.targets
-        self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
-        self._check_labels()
+            self._labels_of = labels_of(self._shards, self._columns, classes)
+            self.class_names = [*self._labels_of.names]
+            if classes is None and not self._columns.targets and self._are_unnamed:
+                self.mapped = how_mapped(self.class_names)
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
         self._may_skip = config.may_skip
-        if not self._may_skip:
-            self._require_every_image()
+
+    @property
+    def _are_unnamed(self) -> bool:
+        return not all(shard.class_names for shard in self._shards)
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -144,11 +143,12 @@ class ShardImages(ImageSource):
         """Reads only the label columns; see `ImageSource.labels`."""
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
-        numbers: list[Any] = []
-        columns = self._columns.labels
-        for shard, values in zip(self._shards, all_values(self._shards, columns), strict=True):
-            numbers += self._numbers(shard, values, len(numbers))
-        return np.array(numbers, np.float32 if self._columns.targets else np.int64)
+        kind, start, numbers = np.float32 if self._columns.targets else np.int64, 0, []
+        values = all_values(self._shards, self._columns.labels)
+        for of_shard in filter(None, values):
+            numbers.append(np.array(self._numbers(of_shard, start), kind))
+            start += len(of_shard)
+        return np.concatenate(numbers)
 
     def ahead(self, rows: Rows) -> None:
         """Starts reading their row groups, which must not have been read."""
@@ -189,13 +189,15 @@ class ShardImages(ImageSource):
         return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
 
     def paths(self) -> list[str]:
-        if not all(map(self._has_paths_only, self._shards)):
+        if not all(shard.has_files for shard in self._shards):
             return []
-        values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
-        found = (
-            (s, os.path.join(s.at.image_root, path or "")) for s, own in values for path in own
-        )
-        return [uri_beside(s.name, path) if "://" in s.name else path for s, path in found]
+        found = []
+        for shard in self._shards:
+            paths = (
+                os.path.join(shard.at.image_root, p or "") for p in shard.values(*shard.images)
+            )
+            found += [uri_beside(shard.name, p) if "://" in shard.name else p for p in paths]
+        return found
 
     def place(self, row: int) -> tuple[str, int]:
         """The name of the file, and the row in it, from 0."""
@@ -213,29 +215,23 @@ class ShardImages(ImageSource):
 
     def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
-        columns = shard.groups[group].columns
-        table = shard.read(group, columns)
-        kept: dict[str, Any] = {}
-        for name in columns[: len(columns) - len(self._columns.labels)]:
-            column = table.column(name)
-            kept["paths" if name == shard.path_column else "images"] = (
-                column.chunk(0) if column.num_chunks == 1 else column
-            )
-        return ImageGroup(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
+        images = shard.groups[group].images
+        table = shard.read([group], (*images, *self._columns.labels))
+        labels: list[Any] = [0] * table.num_rows
+        if self._columns.labels:
+            values = rows_in(table, self._columns.labels)
+            labels = self._numbers(values, int(self._starts[block]))
+        kept = {"paths" if name == shard.path_column else "images": name for name in images}
+        columns = {kind: table.column(name) for kind, name in kept.items()}
+        whole = {k: c.chunk(0) if c.num_chunks == 1 else c for k, c in columns.items()}
+        return ImageGroup(labels=labels, nbytes=table.nbytes, **whole)
 
-    def _labels(self, block: int, table: Any) -> list[Any]:
-        if not self._columns.labels:
-            return [0] * table.num_rows
-        values = rows_in(table, self._columns.labels)
-        return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
-
-    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
-        """The class numbers or targets of rows start, start + 1, ... of a file."""
-        labels = self._labels_of[shard.at.uri]
-        numbers: list[Any] = list(map(labels.number, values))
+    def _numbers(self, values: Sequence[Any], start: int) -> list[Any]:
+        """The class numbers or targets of rows start, start + 1, ..."""
+        numbers: list[Any] = list(map(self._labels_of.number, values))
         place = next((place for place, number in enumerate(numbers) if number is None), None)
         if place is not None:
-            wrong = labels.what_is_wrong(values[place])
+            wrong = self._labels_of.what_is_wrong(values[place])
             column = "" if self._columns.targets else f"{self._columns.label} "
             raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
         return numbers
@@ -243,25 +239,22 @@ class ShardImages(ImageSource):
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
         """Reads images stored in separate files; from an object store, in parallel."""
         if not self._remote or len(apart) < 2:
-            return [image_at(shard, path) for _, shard, path in apart]
+            return [shard.image_at(path) for _, shard, path in apart]
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
-            return list(pool.map(lambda each: image_at(*each[1:]), apart))
+            return list(pool.map(lambda each: each[1].image_at(each[2]), apart))
 
     def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
-        sizes = self.blocks, self.block_bytes, self._memory_bytes
-        return RowGroupCache(self._load, *sizes, threads, used)
-
-    def _has_paths_only(self, shard: Shard) -> bool:
-        return shard.path_column == self._columns.image
+        used = used or (lambda block: np.ones(self.blocks[block], bool))
+        return RowGroupCache(self._load, self.block_bytes, self._memory_bytes, threads, used)
 
     def _require_images(self) -> None:
         """Finds a wrong folder of images early: the first of a list must not all be missing."""
         for block, (shard, group) in enumerate(self._blocks):
-            if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
+            if group or not shard.is_local or not shard.has_files:
                 continue
-            first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
-            tried = [place_of(shard, path) for path in first if path]
+            first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
+            tried = [shard.place_of(path) for path in first if path]
             if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
                 continue
             where = self.where(int(self._starts[block]))
@@ -273,35 +266,119 @@ class ShardImages(ImageSource):
                 f"too. {remedy} the folder that the paths are relative to."
             )
 
-    def _require_every_image(self) -> None:
-        """Finds rows without an image early, if the files have statistics."""
-        for block, (shard, group) in enumerate(self._blocks):
-            if not shard.groups[group].without_image:
-                continue
-            loaded = self._load(block)
-            for place in range(len(loaded.labels)):
-                image = loaded.image(place)
-                if isinstance(image, BadRecord):
-                    raise DataError(
-                        f"{self.where(int(self._starts[block]) + place)}: not a readable image: "
-                        f"{image}. Repair or remove it, or set --data.bad-records skip."
-                    )
-
-    def _check_labels(self) -> None:
-        """Finds labels that are not classes early, if that requires reading no more files."""
-        for block, (shard, group) in enumerate(self._blocks if self._columns.labels else ()):
-            known, number = shard.groups[group].labels, self._labels_of[shard.at.uri].number
-            is_bad = known and (known[0] or number(known[1]) is None or number(known[2]) is None)
-            if is_bad or shard.reads_labels:
-                self._labels(block, shard.read(group, self._columns.labels))  # names the row
-            if is_bad:
-                raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
-
 
 def columns_of(config: DataConfig, binary: bool = False) -> Columns:
     targets = config.target_columns
     return Columns(config.image_column, config.label_column, config.root, targets, binary)
 
+
+# ------------------------------------------------------------------ labels
+
+_LABEL_READERS = 16
+
+
+def labels_of(
+    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
+) -> Labels | Targets:
+    """The names of the classes or targets, and the mapping of the files' values.
+
+    The names are the columns of targets; or else the given classes, those of the ClassLabel
+    feature, or one per distinct label.
+
+    Raises:
+        NoLabelsError: no row has a label.
+        DataError: files disagree about their classes, or have classes that are not in the given
+            list, or classes are given for columns.
+    """
+    files = first_names([shard.name for shard in shards], 2)
+    if columns.targets and not columns.has_lists:
+        if classes is not None and tuple(classes) != columns.targets:
+            raise DataError(
+                f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
+                "columns: remove it."
+            )
+        return Targets(columns.targets, columns.targets, columns.binary)
+    named = [shard for shard in shards if shard.class_names]
+    own = named[0].class_names if named else None  # also of files without names
+    for shard in named:
+        with_names(shard, own or (), named[0].name)
+    if classes is not None:
+        own = None if were_numbers(classes, own or ()) else own
+        numbers_in(classes, own or (), files)
+    known = own if classes is None else list(classes)
+    if columns.targets:
+        rows = () if known else all_values(shards, columns.targets)
+        occur = (label for values in rows for row in values for label in row or ())
+        return Targets(columns.targets, known or names_of(occur), columns.binary, own)
+    if known:
+        values = _by_group(shards, columns.label)
+        if not any(is_labeled(value, known) for group in values for value in {*group}):
+            raise _without_labels(files)
+        return Labels(known, own)
+    return Labels(_labels_that_occur(shards, columns.label, files))
+
+
+def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
+    """Returns the file with these class names, which come from `where`.
+
+    Raises:
+        DataError: it has different ones.
+    """
+    own, names = shard.class_names, distinct_names(names, where)
+    if own and own != names:
+        raise DataError(
+            f"{shard.name}: its class names ({first_names(own, 5)}) differ from those in {where} "
+            f"({first_names(names, 5)})."
+        )
+    return replace(shard, class_names=names)
+
+
+def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list[Any]]:
+    """The values of small columns of each file, see `rows_in`; reads several files in parallel."""
+    with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
+        yield from pool.map(lambda shard: shard.values(*columns), shards)
+
+
+def _by_group(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
+    """The values of each row group in turn, for a reader who soon has enough."""
+    for shard in shards:
+        for group, info in enumerate(shard.groups):
+            if info.rows:
+                yield shard.read([group], [column]).column(0).to_pylist()
+
+
+def _without_labels(files: str) -> NoLabelsError:
+    return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
+
+
+def _labels_that_occur(shards: Sequence[Shard], column: str, files: str) -> list[str]:
+    """Reads all labels.
+
+    Raises:
+        DataError: one is no label, or there are numbers next to text; names the row.
+    """
+    found = [{*values} for values in all_values(shards, [column])]
+    if not any(is_labeled(value) for values in found for value in values):
+        raise _without_labels(files)
+    kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
+    if len(kinds) > 1:
+        several = " and ".join(sorted(kinds))
+        raise DataError(f"{files}: column {quoted(column)} has labels of several types: {several}.")
+    names = names_of(value for values in found for value in values)
+    labels = Labels(names)
+    for shard, distinct in zip(shards, found, strict=True):
+        if any(labels.number(value) is None for value in distinct):
+            for row, value in enumerate(shard.values(column)):
+                if labels.number(value) is None:
+                    what = labels.what_is_wrong(value)
+                    raise DataError(f"{shard.where(row)}: {column} {what}.")
+    return names
+
+
+_KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
+
+
+# ------------------------------------------------------------------ files
 
 _OPENERS = 16
 _ERRORS_SHOWN = 20
@@ -325,11 +402,13 @@ class Format:
 _LISTS = tuple(
     f"{end}{packed}" for end in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in ("", ".gz")
 )
-PARQUET = Format("Parquet", (".parquet",), open_parquet)
-LIST = Format("CSV, TSV or JSON lines", _LISTS, open_list)
-TAR = Format("tar", (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), open_tar)
-ARROW = Format("Arrow", (".arrow",), open_arrow)
-FORMATS = (PARQUET, ARROW, TAR, LIST)
+_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+FORMATS = (
+    Format("Parquet", (".parquet",), open_parquet),
+    Format("Arrow", (".arrow",), open_arrow),
+    Format("tar", _TARS, open_tar),
+    Format("CSV, TSV or JSON lines", _LISTS, open_list),
+)
 
 
 def format_of(name: str) -> Format | None:
@@ -344,10 +423,10 @@ def open_shard(uri: str, columns: Columns) -> Shard:
         DataError: it is missing or damaged, or a column is missing or of the wrong type.
     """
     name = without_secrets(uri)
-    form = format_of(name) or PARQUET
+    form = format_of(name) or FORMATS[0]
     if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
-    outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
+    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
     if isinstance(outcome, RaytrainError):
         raise outcome
     if isinstance(outcome, FileNotFoundError):

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import Kind, hugging_face_names, is_string
+from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
     RowGroup,
     Shard,
-    check_columns,
     column_of,
+    columns_of_images,
     rows_in,
 )
 from raytrain_ddp.errors import DataError, quoted
@@ -31,124 +32,91 @@ _GROUP_ROWS = 4096
 _FILE_MAGIC = b"ARROW1"
 
 
-@dataclass(frozen=True)
-class TableShard(Shard):
-    """A table in memory, or mapped into it."""
+def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
+    """A table that is in memory, or mapped into it."""
+    starts = [0, *accumulate(group.rows for group in groups)]
 
-    _table: Any
-
-    def where_in(self, group: int, place: int) -> str:
-        return f"{self.name}, row {self.starts()[group] + place}"
-
-    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        table, starts = self._table.select(list(columns)), self.starts()
-        parts = [table.slice(starts[group], self.groups[group].rows) for group in groups]
+    def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
+        used = table.select([*columns])
+        parts = [used.slice(starts[group], groups[group].rows) for group in chosen]
         for part in parts:
             part.validate(full=True)  # a damaged offset would lead anywhere in memory
         return pa.concat_tables(parts)
 
+    def where_in(group: int, place: int) -> str:
+        return f"{at.name}, row {starts[group] + place}"
 
-def open_list(at: Opened, columns: Columns) -> TableShard:
+    return Shard(at, groups=tuple(groups), load=load, where_in=where_in, **facts)
+
+
+# ------------------------------------------------------------------ lists
+
+
+def open_list(at: Opened, columns: Columns) -> Shard:
     """A file of lines with the paths of images; its rows are counted from 0, without the header."""
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
     content.decode()  # raises ValueError
-    is_json = _has(at.name, ".jsonl", ".ndjson")
-    table = (_from_json if is_json else _from_csv)(content, at.name, columns)
-    leaves, path_column, kind = check_columns(at.name, table.schema, columns)
-    if not is_string(table.schema.field(columns.image).type):
+    end = at.name.lower().removesuffix(".gz")
+    if end.endswith((".jsonl", ".ndjson")):
+        table = _from_json(content, at.name, columns)
+    else:
+        table = _from_csv(content, "\t" if end.endswith(".tsv") else ",", at.name, columns)
+    images, path_column = columns_of_images(at.name, table.schema, columns)
+    if not path_column:
         raise DataError(
             f"{at.name}: column {quoted(columns.image)} is "
             f"{table.schema.field(columns.image).type}; paths of files are expected. Set "
             "--data.image-column."
         )
-    kept = (*leaves, *columns.labels)
-    table = table.select(kept)
-    groups = []
-    for start in range(0, table.num_rows, _GROUP_ROWS):
-        part = table.slice(start, _GROUP_ROWS)
-        missing = sum(not path for path in part[columns.image].to_pylist())
-        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, without_image=missing))
-    digest = sha256(content).hexdigest()
-    at = at.below(columns.root)
-    return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
+    table = table.select([*images, *columns.labels])
+    starts = range(0, table.num_rows, _GROUP_ROWS)
+    parts = [table.slice(start, _GROUP_ROWS) for start in starts]
+    return shard_of(
+        at.below(columns.root),
+        table,
+        [RowGroup(part.num_rows, part.nbytes, 0, images) for part in parts],
+        size_bytes=len(content),
+        digest=sha256(content).hexdigest(),
+        images=images,
+        path_column=path_column,
+    )
 
 
-def open_arrow(at: Opened, columns: Columns) -> TableShard:
-    """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
-    the row groups."""
-    if not isinstance(at.fs, pafs.LocalFileSystem):
-        raise DataError(
-            f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "
-            "Parquet where it is."
-        )
-    with pa.memory_map(at.path) as file:
-        size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-        file.seek(0)
-        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as found:
-            count = found.num_record_batches if is_file else 0
-            schema = found.schema
-            batches = [*map(found.get_batch, range(count))] if is_file else list(found)
-    leaves, path_column, kind = check_columns(at.name, schema, columns)
-    class_names = hugging_face_names(schema, columns.labels, at.name)
-    table = pa.Table.from_batches(batches, schema)
-    table = table.select([columns.image, *columns.labels]).flatten()
-    groups, digest, start = [], sha256(schema.to_string().encode()), 0
-    for rows in map(len, batches):
-        part = table.slice(start, rows)
-        images = [part[leaf] for leaf in leaves]
-        used = leaves if images[0].null_count else leaves[:1]
-        bytes_of = sum(image.nbytes for image in images)
-        missing = max(0, sum(image.null_count for image in images) - (len(images) - 1) * rows)
-        kept = (*used, *columns.labels)
-        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, without_image=missing))
-        digest.update(f"{rows} {part.nbytes} {rows_in(part, columns.labels)}".encode())
-        start += rows
-    identity = digest.hexdigest()
-    return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)
+def _from_csv(content: bytes, mark: str, name: str, columns: Columns) -> Any:
+    import pyarrow.csv as arrow_csv  # few data sets need it
 
-
-def _has(name: str, *suffixes: str) -> bool:
-    """Whether the file, maybe compressed, has one of these suffixes."""
-    return name.lower().removesuffix(".gz").endswith(suffixes)
-
-
-def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
-    from pyarrow import csv  # few data sets need it, as below
-
-    mark = "\t" if _has(name, ".tsv") else ","
     if b'"' in content:
         _require_closed(content, mark, name)
-    texts = (columns.image,) if columns.targets else (columns.image, columns.label)
-    return csv.read_csv(
+    as_text = (columns.image,) if columns.targets else (columns.image, columns.label)
+    return arrow_csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
-        read_options=csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
-        parse_options=csv.ParseOptions(delimiter=mark, newlines_in_values=True),
-        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+        read_options=arrow_csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
+        parse_options=arrow_csv.ParseOptions(delimiter=mark, newlines_in_values=True),
+        convert_options=arrow_csv.ConvertOptions(column_types=dict.fromkeys(as_text, pa.string())),
     )
 
 
 def _require_closed(content: bytes, mark: str, name: str) -> None:
     """Raises DataError if an unclosed quotation mark would merge several rows into one value.
     Within a line, text may follow a quotation mark, as in ``"a" big``."""
-    import csv
-
-    text = io.StringIO(content.decode("utf-8-sig"), newline="")
+    text = io.StringIO(content.decode("utf-8-sig") + "\n\n", newline="")
     reader, row = csv.reader(text, delimiter=mark, strict=True), -1  # the header
-    values: list[str] | None = [""]
-    while values is not None:
-        line, values = reader.line_num + 1, [""]
+    while True:
+        line = reader.line_num + 1
         try:
-            values = next(reader, None)
+            row += bool(next(reader))
+        except StopIteration:
+            return
         except csv.Error as error:
-            if reader.line_num > line or "end of data" in str(error):
+            if reader.line_num > line:
                 where = f"row {row}" if row >= 0 else "the header"
                 raise DataError(
                     f"{name}, {where}: a quotation mark is not closed: close it ({error})."
                 ) from None
-        row += bool(values)
+            row += 1
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:
@@ -156,9 +124,7 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
     used = {columns.image, *columns.labels}
     rows: list[dict[str, Any]] = []
     found: dict[str, None] = {}
-    for line in content.removeprefix(codecs.BOM_UTF8).splitlines():
-        if not line.strip():
-            continue
+    for line in filter(bytes.strip, content.removeprefix(codecs.BOM_UTF8).splitlines()):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -166,17 +132,51 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
         if not isinstance(row, dict):
             raise DataError(f"{name}, row {len(rows)}: {quoted(row)} is not a JSON object.")
         found |= dict.fromkeys(row)
-        rows.append({column: row[column] for column in used & row.keys()})
+        rows.append({column: row.get(column) for column in used})
     if not rows:
         raise DataError(f"{name}: 0 rows.")
+    values = {column: [row[column] for row in rows] for column in used & found.keys()}
+    table = {column: column_of(column, each, name) for column, each in values.items()}
+    return pa.table({column: table.get(column, pa.nulls(len(rows))) for column in found})
 
-    def column(of: str) -> Any:
-        if of not in used:
-            return pa.nulls(len(rows))
-        return column_of(of, [row.get(of) for row in rows], name)
 
-    return pa.table({of: column(of) for of in found})
+# ------------------------------------------------------------------ Arrow
 
+
+def open_arrow(at: Opened, columns: Columns) -> Shard:
+    """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
+    the row groups."""
+    at.require_local("Arrow")
+    with pa.memory_map(at.path) as file:
+        size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        file.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as found:
+            schema = found.schema
+            count = found.num_record_batches if is_file else 0
+            batches = [*map(found.get_batch, range(count))] if is_file else list(found)
+    images, path_column = columns_of_images(at.name, schema, columns)
+    table = pa.Table.from_batches(batches, schema)
+    table = table.select([columns.image, *columns.labels]).flatten()
+    groups, digest, start = [], sha256(schema.to_string().encode()), 0
+    for rows in map(len, batches):
+        part = table.slice(start, rows)
+        bytes_of = sum(part[image].nbytes for image in images)
+        groups.append(RowGroup(rows, part.nbytes, bytes_of, images))
+        digest.update(f"{rows} {part.nbytes} {rows_in(part, columns.labels)}".encode())
+        start += rows
+    return shard_of(
+        at,
+        table,
+        groups,
+        size_bytes=size,
+        digest=digest.hexdigest(),
+        images=images,
+        path_column=path_column,
+        class_names=hugging_face_names(schema, columns.labels, at.name),
+    )
+
+
+# ------------------------------------------------------------------ Parquet
 
 _TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
 _MAGIC = b"PAR1"
@@ -184,57 +184,55 @@ _BUFFER_BYTES = 256 * 2**10
 _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
-@dataclass(frozen=True)
-class ParquetShard(Shard):
-    """A Parquet file. The digest is that of the footer."""
-
-    reads_labels = False
-    _footer: bytes  # a tenth of the size of its parsed form
-
-    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        with self.at.fs.open_input_file(self.at.path) as source:
-            size = source.size()
-            if size != self.size_bytes:
-                raise ValueError(f"it has {size} bytes now and had {self.size_bytes} when opened")
-            file = pq.ParquetFile(
-                source,
-                metadata=_parsed(self._footer).metadata,
-                # One page at a time: the column is not in memory twice.
-                buffer_size=_BUFFER_BYTES if self.is_local else 0,
-                # All columns in one request; fsspec files do not support concurrent reads.
-                pre_buffer=not self.is_local and not isinstance(self.at.fs, pafs.PyFileSystem),
-                page_checksum_verification=True,
-            )
-            most = min(self._batch_rows(group) for group in groups)
-            batches = file.iter_batches(most, list(groups), list(columns), use_threads=False)
-            return pa.Table.from_batches(batches).flatten()
-
-    def _batch_rows(self, group: int) -> int:
-        row_group = self.groups[group]
-        return max(1, row_group.rows * _BATCH_BYTES // max(_BATCH_BYTES, row_group.size_bytes))
-
-
-def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
-    """Reads and checks the footer."""
+def open_parquet(at: Opened, columns: Columns) -> Shard:
+    """Reads and checks the footer, which is the digest."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)
     file = _parsed(footer)
-    leaves, path_column, kind = check_columns(at.name, file.schema_arrow, columns)
-    if path_column == columns.image:
+    images, path_column = columns_of_images(at.name, file.schema_arrow, columns)
+    if images == (path_column,):
         at = at.below(columns.root)
     places: dict[str, int] = {}
     for i in range(file.metadata.num_columns):
         path = file.metadata.schema.column(i).path
         places[path] = i
         places.setdefault(path.partition(".")[0], i)  # of a column of lists
-    groups = tuple(
-        _row_group(file.metadata.row_group(i), places, leaves, columns.labels, kind)
+    groups = [
+        _row_group(file.metadata.row_group(i), places, images, columns.labels)
         for i in range(file.metadata.num_row_groups)
+    ]
+    is_local = isinstance(at.fs, pafs.LocalFileSystem)
+
+    def load(groups_read: Sequence[int], names: Sequence[str]) -> Any:
+        with at.fs.open_input_file(at.path) as source:
+            if source.size() != size:
+                raise ValueError(f"it has {source.size()} bytes now and had {size} when opened")
+            file = pq.ParquetFile(
+                source,
+                metadata=_parsed(footer).metadata,
+                # One page at a time: the column is not in memory twice.
+                buffer_size=_BUFFER_BYTES if is_local else 0,
+                # All columns in one request; fsspec files do not support concurrent reads.
+                pre_buffer=not is_local and not isinstance(at.fs, pafs.PyFileSystem),
+                page_checksum_verification=True,
+            )
+            chosen = [groups[group] for group in groups_read]
+            most = min(g.rows * _BATCH_BYTES // max(_BATCH_BYTES, g.size_bytes) for g in chosen)
+            batches = file.iter_batches(max(1, most), [*groups_read], [*names], use_threads=False)
+            return pa.Table.from_batches(batches).flatten()
+
+    return Shard(
+        at,
+        size,
+        sha256(footer).hexdigest(),
+        tuple(groups),
+        images,
+        path_column,
+        load,
+        lambda group, place: f"{at.name}, row group {group}, row {place}",
+        hugging_face_names(file.schema_arrow, columns.labels, at.name),
     )
-    class_names = hugging_face_names(file.schema_arrow, columns.labels, at.name)
-    digest = sha256(footer).hexdigest()
-    return ParquetShard(at, size, digest, groups, kind, class_names, path_column, footer)
 
 
 def _read_footer(source: Any, size: int) -> bytes:
@@ -252,29 +250,14 @@ def _read_footer(source: Any, size: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _parsed(footer: bytes) -> Any:
+    """The file without its rows; the footer takes a tenth of the memory of its parsed form."""
     return pq.ParquetFile(pa.BufferReader(footer))
 
 
 def _row_group(
-    group: Any,
-    places: dict[str, int],
-    leaves: tuple[str, ...],
-    of_labels: tuple[str, ...],
-    kind: Kind,
+    group: Any, places: dict[str, int], images: tuple[str, ...], labels: tuple[str, ...]
 ) -> RowGroup:
-    first = group.column(places[leaves[0]])
-    known = [group.column(places[leaf]).statistics for leaf in leaves]
-    nulls = [each.null_count if each and each.has_null_count else None for each in known]
-    counted = sum(each or 0 for each in nulls)
-    without_image = max(0, counted - (len(leaves) - 1) * group.num_rows)
-    if nulls[0] == 0:
-        leaves = leaves[:1]
-    columns = (*leaves, *of_labels)
-    label = group.column(places[of_labels[0]]).statistics if kind == "integer" else None
-    labels = None
-    if label is not None and label.has_null_count and (label.has_min_max or label.null_count):
-        least, largest = (label.min, label.max) if label.has_min_max else (0, 0)
-        labels = (int(label.null_count), int(least), int(largest))
-    size = sum(group.column(places[column]).total_uncompressed_size for column in columns)
-    stored = first.total_compressed_size
-    return RowGroup(group.num_rows, columns, size, stored, labels, without_image)
+    first = group.column(places[images[0]])
+    used = images[:1] if first.statistics and first.statistics.null_count == 0 else images
+    size = sum(group.column(places[column]).total_uncompressed_size for column in (*used, *labels))
+    return RowGroup(group.num_rows, size, first.total_compressed_size, used)

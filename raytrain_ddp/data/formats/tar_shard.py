@@ -15,14 +15,12 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from posixpath import normpath
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
@@ -31,9 +29,11 @@ from raytrain_ddp.data.formats.shard import (
     Opened,
     RowGroup,
     Shard,
-    check_columns,
     column_of,
+    columns_of_images,
+    rows_in,
 )
+from raytrain_ddp.data.formats.table_shard import shard_of
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
 
@@ -43,87 +43,22 @@ _GROUP_BYTES = 8 * 2**20
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")  # key and suffix
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
-_HASH_LENGTH = 64
 _HIDDEN = (".*",)  # are data, as the folders of a tar file are no classes
-_NAMES = "__name__"  # the column of the members' names
-_VERSION = 4  # of the index
+_NAMES, *_SPAN = "__name__", "__offset__", "__size__"  # columns: the members' names and places
+_VERSION = 5  # of the index
+_DIGEST_BYTES = 32
 
 Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
 
-@dataclass(frozen=True)
-class TarShard(Shard):
-    """A tar file. The digest is that of its index."""
-
-    _modified_ns: int
-    _index: Any  # name, offset and size of each row's image (null: there is none), label
-
-    @property
-    def left_out(self) -> list[str]:
-        """The names of members that belong to no sample."""
-        return list(json.loads(self._index.schema.metadata[b"left_out"]))
-
-    def where_in(self, group: int, place: int) -> str:
-        return f"{self.name}, {self._rows(group)['name'][place].as_py()}"
-
-    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        return pa.concat_tables([self._read_group(group, columns) for group in groups])
-
-    def _read_group(self, group: int, columns: Sequence[str]) -> Any:
-        rows, image = self._rows(group), self.groups[group].columns[0]
-        made: dict[str, Any] = {}
-        for column in columns:
-            if column == image:
-                made[column] = pa.array(self._images(rows), pa.binary())
-            else:
-                made[column] = rows["name" if column == _NAMES else "label"]
-        return pa.table(made)
-
-    def _rows(self, group: int) -> Any:
-        return self._index.slice(self.starts()[group], self.groups[group].rows)
-
-    def _images(self, rows: Any) -> Iterator[bytes | None]:
-        """The images of consecutive rows, in one read.
-
-        Raises:
-            ValueError: the file is not the one that was indexed.
-        """
-        offsets, sizes, names = (rows[name].to_pylist() for name in ("offset", "size", "name"))
-        known = [offset for offset in offsets if offset is not None]
-        first = min(known, default=tarfile.BLOCKSIZE) - tarfile.BLOCKSIZE
-        last = max((o + s for o, s in zip(offsets, sizes, strict=True) if o is not None), default=0)
-        with open(self.at.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self._modified_ns):
-                raise ValueError("it has changed since it was opened")
-            file.seek(first)
-            content = memoryview(file.read(last - first))
-        for name, offset, size in zip(names, offsets, sizes, strict=True):
-            if offset is None:
-                yield None
-                continue
-            header = bytes(content[offset - first - tarfile.BLOCKSIZE : offset - first])
-            try:
-                is_right = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size == size
-            except tarfile.HeaderError:
-                is_right = False
-            if not is_right:
-                raise ValueError(f"the header of {name} is damaged")
-            yield bytes(content[offset - first : offset - first + size])
-
-
-def open_tar(at: Opened, columns: Columns) -> TarShard:
-    """A tar file by its index, which is made if there is none.
+def open_tar(at: Opened, columns: Columns) -> Shard:
+    """A tar file by its index, which is made if there is none; its digest is that of the index.
 
     The image of a sample is its member `image_column`, by default the only one with the suffix of
     an image. Its label is the text of its member `label_column`, by default "cls"; or else the
     value of that name in its member "json".
     """
-    if not isinstance(at.fs, pafs.LocalFileSystem):
-        raise DataError(
-            f"{at.name}: tar files are read from local disks only: download it, or convert it to "
-            "Parquet where it is."
-        )
+    at.require_local("tar")
     if not at.name.lower().endswith(".tar"):
         raise DataError(f"{at.name}: compressed, so single rows cannot be read: decompress it.")
     if columns.targets:
@@ -133,36 +68,76 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
         )
     status = os.stat(at.path)
     index = _index_of(at, columns, status)
-    label = index.schema.field("label").type
-    schema = pa.schema([(columns.image, pa.binary()), (columns.label or "label", label)])
-    _, _, kind = check_columns(at.name, schema, columns)
-    digest = index.schema.metadata[b"digest"].decode()
-    groups = tuple(_groups(index, columns))
-    size, modified = status.st_size, status.st_mtime_ns
-    return TarShard(at, size, digest, groups, kind, None, _NAMES, modified, index)
+    schema, metadata = index.schema, index.schema.metadata
+    schema = schema.append(pa.field(columns.image, pa.binary()))
+    images, _ = columns_of_images(at.name, schema, columns)
+    groups = [*_groups(rows_in(index, _SPAN), images)]
+    listed = shard_of(
+        at,
+        index,
+        groups,
+        size_bytes=status.st_size,
+        digest=metadata[b"digest"].decode(),
+        images=images,
+        path_column=_NAMES,
+        left_out=json.loads(metadata[b"left_out"]),
+    )
+
+    def load(chosen: Sequence[int], names: Sequence[str]) -> Any:
+        kept = [name for name in names if name != columns.image]
+        found = listed.load(chosen, [*kept, *_SPAN])
+        if columns.image in names:
+            spans = [listed.load([group], _SPAN) for group in chosen]
+            read = [_images(at.path, status, span) for span in spans]
+            found = found.append_column(columns.image, pa.chunked_array(read, pa.binary()))
+        return found
+
+    def where_in(group: int, place: int) -> str:
+        return f"{at.name}, {listed.load([group], [_NAMES])[_NAMES][place].as_py()}"
+
+    return replace(listed, load=load, where_in=where_in)
 
 
-def _groups(index: Any, columns: Columns) -> Iterator[RowGroup]:
+def _images(path: str, status: os.stat_result, spans: Any) -> Any:
+    """The images at consecutive spans (null: there is none), in one read.
+
+    Raises:
+        ValueError: the file is not the one that was indexed.
+    """
+    pairs = rows_in(spans, _SPAN)
+    known = [pair for pair in pairs if pair[0] is not None]
+    first = min((offset for offset, _ in known), default=0)
+    last = max((offset + size for offset, size in known), default=0)
+    with open(path, "rb") as file:
+        now = os.fstat(file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            raise ValueError("it has changed since it was opened")
+        file.seek(first)
+        content = memoryview(file.read(last - first))
+    images = [None if o is None else bytes(content[o - first : o - first + n]) for o, n in pairs]
+    return pa.array(images, pa.binary())
+
+
+def _groups(
+    spans: Sequence[tuple[int | None, int | None]], images: tuple[str, ...]
+) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
-    offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
-    used = columns.image, *columns.labels
-
-    def group(stop: int) -> RowGroup:
-        size = int(max(0, last - first))
-        missing = index["size"][start:stop].null_count
-        return RowGroup(stop - start, used, size, size, without_image=missing)
-
-    start, first, last = 0, math.inf, 0  # its first row, and the bytes from header to end
-    for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+    rows, first, last = 0, math.inf, 0.0  # of a group, and its bytes from header to end
+    for offset, size in spans:
         begin = math.inf if offset is None else offset - tarfile.BLOCKSIZE
-        end = 0 if offset is None else offset + size
+        end = 0 if offset is None else offset + (size or 0)
         is_too_large = max(last, end) - min(first, begin) > _GROUP_BYTES
-        if row - start == _GROUP_ROWS or (row > start and is_too_large):
-            yield group(row)
-            start, first, last = row, math.inf, 0
-        first, last = min(first, begin), max(last, end)
-    if offsets:
-        yield group(len(offsets))
+        if rows == _GROUP_ROWS or (rows and is_too_large):
+            yield _group(rows, first, last, images)
+            rows, first, last = 0, math.inf, 0.0
+        rows, first, last = rows + 1, min(first, begin), max(last, end)
+    if rows:
+        yield _group(rows, first, last, images)
+
+
+def _group(rows: int, first: float, last: float, images: tuple[str, ...]) -> RowGroup:
+    size = int(max(0, last - first))
+    return RowGroup(rows, size, size, images)
 
 
 # ------------------------------------------------------------------ the index
@@ -170,19 +145,11 @@ def _groups(index: Any, columns: Columns) -> Iterator[RowGroup]:
 
 def _index_of(at: Opened, columns: Columns, status: os.stat_result) -> Any:
     """The index from the cache, or a new one, which is stored there."""
-    identity = (
-        _VERSION,
-        os.path.realpath(at.path),
-        status.st_size,
-        status.st_mtime_ns,
-        *columns[:2],
-    )
+    place = os.path.realpath(at.path), status.st_size, status.st_mtime_ns
+    identity = ascii((_VERSION, *place, *columns[:2]))
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = home / "raytrain_ddp" / "tar-index"
-    path = folder / f"{sha256(ascii(identity).encode()).hexdigest()[:32]}.arrow"
-    found = _stored(path)
-    if found is not None:
-        return found
+    path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.arrow"
     with ExitStack() as held:  # the processes of a machine share the work
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -190,11 +157,11 @@ def _index_of(at: Opened, columns: Columns, status: os.stat_result) -> Any:
         except OSError as error:
             _log.warning("%s: the index of %s is not kept: %s", folder, at.name, error.strerror)
             return _made(at, columns)
-        found = _stored(path)
-        if found is None:
-            found = _made(at, columns)
-            _store(path, found)
-    return found
+        index = _stored(path)
+        if index is None:
+            index = _made(at, columns)
+            _store(path, index)
+        return index
 
 
 def _stored(path: Path) -> Any:
@@ -203,66 +170,57 @@ def _stored(path: Path) -> Any:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, table = content[:_HASH_LENGTH], content[_HASH_LENGTH:]
-    if sha256(table).hexdigest().encode() != digest:
-        return None
-    return pa.ipc.open_stream(table).read_all()
+    digest, table = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return pa.ipc.open_stream(table).read_all() if sha256(table).digest() == digest else None
 
 
-def _store(path: Path, table: Any) -> None:
+def _store(path: Path, index: Any) -> None:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    with pa.ipc.new_stream(sink, index.schema) as writer:
+        writer.write_table(index)
     content = sink.getvalue().to_pybytes()
     try:
         with replace_with(path, path.parent) as temp:
-            temp.write_bytes(sha256(content).hexdigest().encode() + content)
+            temp.write_bytes(sha256(content).digest() + content)
     except (OSError, DataError) as error:  # such as a full disk
         _log.warning("%s: cannot be written: %s", path, error)
 
 
 def _made(at: Opened, columns: Columns) -> Any:
-    rows: dict[str, list[Any]] = {"name": [], "offset": [], "size": []}
+    rows: list[tuple[str, int | None, int | None]] = []
     labels: list[Any] = []
     left_out: list[str] = []
     with open(at.path, "rb") as file:
-        for key, members in _samples(at, file, left_out):
-            suffix = _image_suffix(f"{at.name}, {key}", members, columns)
-            image = members.get(suffix)
+        for key, members in _samples(at.name, file, left_out):
+            image = members.get(_image_suffix(f"{at.name}, {key}", members, columns))
             name = key if image is None else image.name
-            rows["name"].append(name.encode("utf-8", "replace").decode())
-            rows["offset"].append(None if image is None else image.offset_data)
-            rows["size"].append(None if image is None else image.size)
+            span = (None, None) if image is None else (image.offset_data, image.size)
+            rows.append((name.encode("utf-8", "replace").decode(), *span))
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
     column = column_of(columns.label, labels, at.name)
     if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
         labels = [*map(int, labels)]  # in the digest only, as in earlier versions
     digest = sha256()
-    for row in zip(*rows.values(), labels, strict=True):
-        digest.update(f"{row}\n".encode())
-    types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
-    columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
-    table = pa.table({**columns_of, "label": column})
+    for row, label in zip(rows, labels, strict=True):
+        digest.update(f"{(*row, label)}\n".encode())
+    types = {_NAMES: pa.string(), **dict.fromkeys(_SPAN, pa.int64())}
+    table = pa.table({name: [row[n] for row in rows] for n, name in enumerate(types)})
+    table = table.cast(pa.schema([*types.items()]))
+    table = table.append_column(columns.label or "label", column)
     metadata = {"digest": digest.hexdigest(), "left_out": json.dumps(left_out)}
     return table.replace_schema_metadata(metadata)
 
 
-def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
+def _samples(name: str, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
     """Yields (key, members) of each sample; adds members that belong to no sample to `left_out`."""
-    name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
+    key, members = "", dict[str, tarfile.TarInfo]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
         while has_members and (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
-            is_twice = normpath(member.linkname) == normpath(member.name)
             is_data = not _META.match(member.name) and not leftover_in(member.name, _HIDDEN)
-            if member.linkname and is_data and not is_twice:
-                raise DataError(
-                    f"{name}, {member.name} -> {member.linkname}: links are not followed: make the "
-                    "archive with tar --dereference --hard-dereference."
-                )
             if not (parts and is_data and member.isreg()):
                 left_out += [] if member.isdir() else [member.name]
                 continue
@@ -305,19 +263,17 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
     if not columns.label:
         return 0
     suffix = "cls" if columns.label == DataConfig.label_column else columns.label.lower()
-    member = members.get(suffix) or members.get("json")
-    if member is None:
+    found = suffix if suffix in members else "json"
+    if found not in members:
         raise DataError(
             f"{where}: no label in a member {suffix} or json, only {', '.join(members)}. Set "
             "--data.label-column."
         )
-    content = os.pread(descriptor, member.size, member.offset_data)
+    content = os.pread(descriptor, members[found].size, members[found].offset_data)
     try:
-        if suffix not in members:
+        if found != suffix:
             return json.loads(content)[columns.label]
         return content.decode("utf-8-sig").strip()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
-        raise DataError(
-            f"{where}.{suffix if suffix in members else 'json'}: {kind}: {error}."
-        ) from None
+        raise DataError(f"{where}.{found}: {kind}: {error}.") from None

@@ -250,7 +250,7 @@ def _loaded(
     """Yields load(task, its batch) in order. Within another iteration in processes, all batches are
     made here."""
     if data.source.in_order:
-        threads = replace(threads, most=min(1, threads.most), begin=None)
+        threads = replace(threads, most=min(1, threads.most))
     if data.shared or not threads.most or any(each.in_use for each in data.started):
         made = lambda task: load(task, _made_here(data, task.draws))  # noqa: E731
         threads = threads if data.shared else LoaderThreads(0)

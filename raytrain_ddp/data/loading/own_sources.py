@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError, first_line
 
-_log = logging.getLogger(__name__)
 _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
@@ -33,19 +30,6 @@ def require_count(name: str, value: Any) -> int:
     if count < 1:
         raise DataError(f"{name}={value!r}: give a whole number of at least 1.")
     return count
-
-
-def require_dataset(dataset: Any) -> set[str]:
-    """The names of its classes; raises DataError for what contains data sets or makes batches of
-    them."""
-    name, kinds = type(dataset).__name__, {each.__name__ for each in type(dataset).__mro__}
-    if "DataLoader" in kinds:
-        raise DataError(f"{name} makes batches: pass its data set (loader.dataset).")
-    if "DatasetDict" in kinds:
-        raise DataError(f"{name} has several splits: choose one, such as datasets['train'].")
-    if "DataFrame" in kinds:
-        raise DataError(f"{name}: use ArraySource(frame), whose arrays are the columns.")
-    return kinds
 
 
 class MapSource(Source):
@@ -66,11 +50,12 @@ class MapSource(Source):
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
-        kinds = require_dataset(dataset)  # by name: torch need not be imported
-        if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
+        kinds = {each.__name__ for each in type(dataset).__mro__}  # torch need not be imported
+        methods = ("__len__", "__getitem__")
+        if "IterableDataset" in kinds or not all(hasattr(dataset, name) for name in methods):
             raise DataError(
                 f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "
-                "for data that can only be iterated."
+                "for data that can only be iterated, and the data set of a DataLoader."
             )
         if shared and hasattr(dataset, "set_epoch"):
             raise DataError(
@@ -198,7 +183,6 @@ class IterableSource(Source):
     def __init__(
         self, dataset: Iterable[Any], rows: int | None = None, *, shared: bool = False
     ) -> None:
-        require_dataset(dataset)
         if rows is None and not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length: give the number of its items as rows=."
@@ -209,7 +193,6 @@ class IterableSource(Source):
                 "__iter__ starts at the first item each time."
             )
         self.dataset, self.shared = dataset, shared
-        self._may_be_longer = rows is None
         count = len(dataset) if rows is None else require_count("rows", rows)  # type: ignore[arg-type]
         self.blocks = runs_of(count, 256)
         self._pickled: bytes | None = None
@@ -240,16 +223,6 @@ class IterableSource(Source):
                 f"{int(self.blocks.sum())} were expected. It must yield all items on each worker, "
                 "because IterableSource divides them."
             )
-        if self._may_be_longer and stop == self.blocks.sum():
-            self._may_be_longer = False  # once
-            with suppress(Exception):  # it may have good reasons
-                if [*islice(items, 1)]:
-                    _log.warning(
-                        "%s yields more items than its length (%d); the rest are ignored "
-                        "(rows=%d says that this is intended)",
-                        *(type(self.dataset).__name__, stop, stop),
-                    )
-            return records
         self._waiting[self._epoch(draws), stop] = items
         while len(self._waiting) > _MOST_ITERATORS:
             self._waiting.pop(next(iter(self._waiting)))

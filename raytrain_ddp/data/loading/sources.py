@@ -14,13 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.data.order.sample_rng import Draws, RowMask, Rows
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, TaskError
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
-
-
-from raytrain_ddp.errors import TaskError
 
 Batch = Any
 """Any nest of tensors in mappings, lists, tuples, named tuples and dataclasses; strings, numbers

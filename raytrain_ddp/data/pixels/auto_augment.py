@@ -174,7 +174,7 @@ def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
         "Color": lambda image, m: tv.adjust_saturation(image, 1 + m),
         "Contrast": lambda image, m: _contrast(tv.rgb_to_grayscale(image), image, 1 + m),
         "Sharpness": lambda image, m: _sharpness(image, 1 + m),
-        "Hue": _hue,
+        "Hue": tv.adjust_hue,
         "Posterize": lambda image, m: tv.posterize(image, int(m)),
         "Solarize": lambda image, m: tv.solarize(image, 255 * m),
         "AutoContrast": lambda image, _: tv.autocontrast(image),
@@ -206,39 +206,3 @@ def _sharpness(image: Tensor, factor: float) -> Tensor:
     smooth.add_(inner, alpha=4).mul_(1 / 13).round_()
     inner.add_(smooth.sub_(inner), alpha=1 - factor)
     return pixels.clamp_(0, 255).to(torch.uint8)
-
-
-def _hue(image: Tensor, shift: float) -> Tensor:
-    """Shifts the hue of each pixel by `shift` turns, -0.5 to 0.5, through HSV (Smith, 1978).
-
-    Rounds where torchvision does, to the same pixels, in 0.4 of its time: `where` and indexing
-    are slow on a CPU, so choices are sums of products with 0 and 1.
-    """
-    rgb = image.float().mul_(1 / 255)
-    r, g, b = rgb  # each (h, w), as all that follows
-    value = torch.maximum(torch.maximum(r, g), b)
-    span = value - torch.minimum(torch.minimum(r, g), b)
-    saturation = span / value.clamp(min=1e-3)  # grays: 0 / 1e-3; others are at least 1 / 255
-    from_r, from_g, from_b = (value - rgb) / span.clamp(min=1e-3)
-    red = (value == r).float()
-    green = (value == g).float().mul_(1 - red)
-    sixths = (from_b - from_g).mul_(red)
-    sixths += (from_r + 2).sub_(from_b).mul_(green)
-    sixths += (from_g + 4).sub_(from_r).mul_(1 - red - green)
-    hue = sixths.mul_(1 / 6).add_(1).frac_().add_(shift)
-    hue = hue.sub_(hue.floor()).mul_(6)
-
-    sector = hue.floor().clamp_(max=5)  # rounding can give 6; the end of sector 5 is the start of 0
-    part, rest = hue.sub_(sector).mul_(saturation), 1 - saturation
-    falling = (1 - part).mul_(value).clamp_(0, 1)
-    rising = part.add_(rest).mul_(value).clamp_(0, 1)
-    lowest = rest.mul_(value).clamp_(0, 1)
-    places = torch.arange(6.0).view(6, 1, 1)
-    at = (sector - places).abs_().neg_().add_(1).clamp_(min=0)  # (6, h, w): 1 in the pixel's sector
-    for i in range(3):  # red is maximal in sectors 5 and 0, falls in 1, rises in 4; others alike
-        o = 2 * i
-        channel = torch.mul(at[o - 1] + at[o], value, out=rgb[i])
-        channel += at[(o + 1) % 6] * falling
-        channel += (at[(o + 2) % 6] + at[(o + 3) % 6]).mul_(lowest)
-        channel += at[(o + 4) % 6] * rising
-    return rgb.mul_(256 - 1e-3).to(torch.uint8)

@@ -17,7 +17,7 @@ from raytrain_ddp.data.pixels.decoding import EncodedImage, Pixels, open_encoded
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
 _LONGEST = 8  # maximum ratio of the sides
-CENTRE_SHARE = 0.875
+CENTER_SHARE = 0.875
 """Of the shorter side: the usual 224 of 256 pixels."""
 Mode = Literal["bilinear", "bicubic"]
 
@@ -34,7 +34,7 @@ def place_image(
     draws: Sequence[float],
     jpeg_scaling: bool,
     mode: Mode = "bilinear",
-    share: float = CENTRE_SHARE,
+    share: float = CENTER_SHARE,
 ) -> None:
     """Decodes, crops and resizes into `out`, uint8 (1, 3, height, width), channels last.
 
@@ -48,7 +48,7 @@ def place_image(
         ValueError, OSError: the image is damaged.
     """
     if augment.crop != "random":
-        centre_into(out, picture, jpeg_scaling, mode, share)
+        center_into(out, picture, jpeg_scaling, mode, share)
         if augment.crop == "shift":
             out.copy_(shifted(out, draws))
         return
@@ -88,12 +88,12 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def centre_into(
+def center_into(
     out: Tensor,
     picture: EncodedImage,
     jpeg_scaling: bool,
     mode: Mode = "bilinear",
-    share: float = CENTRE_SHARE,
+    share: float = CENTER_SHARE,
 ) -> None:
     """Resizes the shorter side to size / share and crops the center, as torchvision's Resize and
     CenterCrop do; skipped for exact sizes."""

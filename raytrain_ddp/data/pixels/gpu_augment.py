@@ -213,5 +213,5 @@ def _taken(images: Tensor, which: Tensor) -> Tensor:
 
 def _span(length: int, half: int) -> tuple[int, int]:
     """Start and stop of a range of twice `half` about a random center, clipped at the borders."""
-    centre = int(torch.randint(length, (), device="cpu"))
-    return max(0, centre - half), min(length, centre + half)
+    center = int(torch.randint(length, (), device="cpu"))
+    return max(0, center - half), min(length, center + half)

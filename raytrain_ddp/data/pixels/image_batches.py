@@ -23,7 +23,7 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.sources import Batch, Data, ImageSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE, crop_draws, place_image
+from raytrain_ddp.data.pixels.cropping import CENTER_SHARE, crop_draws, place_image
 from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.errors import DataError, printable
@@ -132,7 +132,7 @@ class _Collate:
     config: DataConfig
     augment: AugmentConfig
     classes: int
-    share: float = CENTRE_SHARE
+    share: float = CENTER_SHARE
     on_bad: OnBad | None = None
     _reported: set[int] = field(default_factory=set, init=False)  # rows already reported
     _memory: BatchMemory = field(default_factory=BatchMemory, init=False)

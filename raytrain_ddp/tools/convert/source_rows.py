@@ -92,6 +92,9 @@ def open_source_splits(args: ConvertArgs) -> tuple[list[SourceSplit], Splits]:
         else:
             splits.append(SourceSplit(name, part, opened, data))
             notes += notes_of(opened, f"the {name} split")
+    for split in splits:
+        if split.found.kind == "files":
+            split.source.labels()  # raises for a label that is not a class
     second = splits[1] if len(splits) > 1 else None
     named = f"the {second.name} split" if second else ""
     return splits, Splits(train, second and second.source, named, tuple(notes))

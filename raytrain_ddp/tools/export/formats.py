@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.run_folder import recorded
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE
+from raytrain_ddp.data.pixels.cropping import CENTER_SHARE
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tools.inference.inputs import open_input
@@ -56,7 +56,7 @@ def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
     return {
         "class_names": model.class_names,
         "image_size": width if square else [height, width],
-        "resize_shorter_side": round(width / (data.eval_crop or CENTRE_SHARE)) if square else None,
+        "resize_shorter_side": round(width / (data.eval_crop or CENTER_SHARE)) if square else None,
         "crop": "center" if square else "none",
         "images_of_exactly_this_size": "neither resized nor cropped",
         "interpolation": data.interpolation,

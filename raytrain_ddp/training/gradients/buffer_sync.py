@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -98,13 +98,15 @@ class SlotBuffers:
 
     Each slot starts from the buffers before the step; their changes are averaged over all
     slots, weighted by samples. DDP's way, rank 0's buffers for all, would make them depend on the
-    number of workers. A value that is not finite (an observer's minimum starts at inf) is replaced
-    by the mean over the slots in the first step in which all of them set it. Bool buffers are
-    constant masks, which may be large and are never sent.
+    number of workers. A bool buffer is inverted if any slot has inverted it. A value that is not
+    finite (an observer's minimum starts at inf) is replaced by the mean over the slots in the first
+    step in which all of them set it.
 
     Args:
         with_loss: the ranks also agree on the loss, even if there are no buffers.
         exact_slots: the number of slots, if sums must have the same bits for any number of workers.
+        changing: the bool buffers that forward passes change. The others are constant masks, which
+            may be large and are never sent.
         scalars: the number of those that are averaged with the loss.
     """
 
@@ -114,15 +116,16 @@ class SlotBuffers:
         world: World,
         with_loss: bool = False,
         exact_slots: int = 0,
+        changing: Collection[BufferLocation] = (),
         scalars: int = 0,
     ) -> None:
         by_type: dict[torch.dtype, list[BufferLocation]] = {}
         for place in buffers_of(model):
             dtype = place.tensor().dtype
-            if is_merged(dtype) and dtype is not torch.bool:
+            if is_merged(dtype) and (dtype is not torch.bool or place in changing):
                 by_type.setdefault(dtype, []).append(place)
         self._groups = list(by_type.values())
-        self._masks = BoolBuffers(model)
+        self._flags = BoolBuffers(model, without=changing)
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world = world
         self._agrees = with_loss or bool(exact_slots) or bool(self._groups)
@@ -139,7 +142,7 @@ class SlotBuffers:
         self._base = [s.nan_to_num(0.0, 0.0, 0.0) if real(s) else s for s in self._start]
         self._is_open = True
         self._change: list[Tensor] = []
-        self._masks.begin()
+        self._flags.begin()
         self._own = torch.zeros(self._shares, dtype=torch.float64, device=self._world.device)
         if self._tree is not None:
             self._tree.begin()
@@ -159,12 +162,14 @@ class SlotBuffers:
     def add(self, slot: int, weight: float, losses: Tensor) -> None:
         """Records the changes that a slot made to the buffers, and its loss and scalars, shape
         (1 + scalars,). A slot of weight 0 changes nothing."""
-        self._masks.require_constant()
+        self._flags.require_constant()
         parts = []
         for group, start, base in zip(self._groups, self._start, self._base, strict=True):
             now = _flat(group) if weight else start
             if start.is_floating_point():
                 parts.append((now - base).double())
+            elif start.dtype is torch.bool:
+                parts.append((now ^ start).double())
             else:  # in 64 bits, as uint8 cannot be negative
                 parts.append((now.long() - start.long()).double())
         shares = losses.double().view(-1)
@@ -209,34 +214,41 @@ class SlotBuffers:
                 keeps = refused | new.isnan() & ~start.isnan()  # such as inf + -inf
                 _spread(torch.where(keeps, start, new), group)
                 continue
-            # float64 cannot hold all 64-bit integers, but it holds changes.
-            _spread(start.long() + torch.where(refused, 0, change).round().long(), group)
+            applied = torch.where(refused, 0, change)
+            if start.dtype is torch.bool:
+                _spread(start ^ (applied > 0), group)
+            else:  # float64 cannot hold all 64-bit integers, but it holds changes
+                _spread(start.long() + applied.round().long(), group)
 
 
 class BoolBuffers:
-    """Detects whether bool buffers were written to since `begin`. The host knows this without
+    """Detects which bool buffers were written to since `begin`. The host knows this without
     waiting for the device: torch counts in-place changes of a tensor."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [p for p in buffers_of(model) if p.tensor().dtype is torch.bool]
+    def __init__(self, model: nn.Module, without: Collection[BufferLocation] = ()) -> None:
+        places = [p for p in buffers_of(model) if p.tensor().dtype is torch.bool]
+        self._places = [place for place in places if place not in without]
         self.begin()
 
     def begin(self) -> None:
-        self._found = [self._state(place) for place in self._places]
+        self._written = [self._state(place) for place in self._places]
 
     @staticmethod
     def _state(place: BufferLocation) -> tuple[int, int]:
         tensor = place.found()
         return id(tensor), tensor._version
 
+    def changed(self) -> list[BufferLocation]:
+        pairs = zip(self._places, self._written, strict=True)
+        return [place for place, written in pairs if self._state(place) != written]
+
     def require_constant(self) -> None:
         """Raises ConfigError if any was written to."""
-        for place, found in zip(self._places, self._found, strict=True):
-            if self._state(place) != found:
-                raise ConfigError(
-                    f"the model's bool buffer {place.name} changes in a forward pass: make it an "
-                    "integer buffer, as changes of bool buffers are not averaged over a step."
-                )
+        for place in self.changed():
+            raise ConfigError(
+                f"the model's bool buffer {place.name} changes in this step but did not in the "
+                "first one, so it was treated as a constant mask: make it an integer buffer."
+            )
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

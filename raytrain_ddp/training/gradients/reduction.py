@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.errors import ConfigError, first_names
+from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.training.gradients.tree_sum import TreeSum
 from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor, from_all_ranks
@@ -58,7 +58,7 @@ class DdpReduction:
             if self._net.static_graph:  # it ignores what its first passes do not use
                 found = self._found
                 self._reduced = {key: each for key, each in self._reduced.items() if key in found}
-            require_used(self._complete(), self._world)
+            require_used(self._complete(was_called=True), self._world)
 
     def begin(self) -> None:
         """Begins a step; there are no gradients yet."""
@@ -78,15 +78,21 @@ class DdpReduction:
                 yield
         else:
             self._found.clear()
-            yield
-            self.unused = self._complete()
+            with counting_calls(self._net) as calls:
+                yield
+            self.unused = self._complete(bool(calls))
 
-    def _complete(self) -> list[str]:
+    def _complete(self, was_called: bool) -> list[str]:
         """Completes DDP's reduction on all ranks; returns the names of the parameters without a
         gradient here, unless none has one."""
         lacking = [each for key, each in self._reduced.items() if key not in self._found]
         net, is_none = self._net, len(lacking) == len(self._reduced)
         self._found.clear()
+        if not was_called and not is_none:
+            raise TaskError(
+                "the task's loss calls the model itself in this step, not the one that it "
+                "receives, so gradients are not summed over the workers: call model(...)."
+            )
         if not lacking or (net.find_unused_parameters and not is_none):  # DDP itself completes it
             return []
         names, parameters = [name for name, _ in lacking], [each for _, each in lacking]

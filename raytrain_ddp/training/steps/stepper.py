@@ -250,6 +250,7 @@ class _Turn:
         self._buffers = SlotBuffers(
             build.model,
             build.world,
+            changing=found.changing,
             with_loss=build.state.scaler.is_enabled(),
             exact_slots=config.slots if config.exact else 0,
             scalars=len(self._scalars),

@@ -15,7 +15,7 @@ from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
@@ -31,6 +31,7 @@ class WarmUp(NamedTuple):
     Args:
         scalar_names: names of the scalars that the task logs with the loss.
         fewest: the fewest samples with which a slot is run in training mode.
+        changing: the bool buffers that a forward pass changes.
         flops: floating-point operations per sample, forward and backward; 0 if unknown.
         averaged: other buffers that a pass changes, except statistics of normalization layers.
         collectives: the collectives that the loss calls.
@@ -38,6 +39,7 @@ class WarmUp(NamedTuple):
 
     scalar_names: tuple[str, ...]
     fewest: int
+    changing: list[BufferLocation]
     flops: float
     averaged: Sequence[str] = ()
     collectives: Sequence[str] = ()
@@ -77,7 +79,7 @@ def warm_up(
     batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
     samples = loader.data.samples_of(batch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    buffers, masks = SavedBuffers(model), BoolBuffers(model)
+    buffers, flags = SavedBuffers(model), BoolBuffers(model)
     with naming_remedy():
         with counting_flops(config.compute.compile) as counter, keeping_generators(device):
             seed_slot(device, config.seed, 0, 0)
@@ -85,15 +87,17 @@ def warm_up(
             names, others = _pass(build, net, batch, name, require_gradients, collectives)
         if config.ddp.static_graph:  # DDP itself calls collectives
             _pass(build, net, batch, name, require_gradients, nullcontext())
-        masks.require_constant()
+        flipped = flags.changed()
         buffers.restore()
+        flags.begin()
         smallest_loss, _ = build.loss(smallest, model, name)
         require_own(build.task, others, others_of(model, smallest_loss))
         fewest = 1 if single is None else 1 + _is_too_small(build, single, name)
     flops, changed = counter.get_total_flops() / samples, buffers.changed()
     stored = model.state_dict().keys()
     averaged = [each for each in changed if each in stored]
-    found = WarmUp(names, fewest, flops, averaged, (*collectives.names,))
+    flipped = [*dict.fromkeys([*flipped, *flags.changed()])]
+    found = WarmUp(names, fewest, flipped, flops, averaged, (*collectives.names,))
     buffers.restore()
     return found
 

@@ -128,8 +128,7 @@ def test_unreadable_image_files_are_bad_records_and_devices_do_not_block(tmp_pat
     images = [type(image) for image, _ in source.read(np.arange(6))]
     assert images == [bytes, BadRecord, BadRecord, BadRecord, BadRecord, bytes]
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
-    with pytest.raises(DataError, match=r"b/0\.png"):
-        source.read(np.array([5]))
+    assert isinstance(source.read(np.array([5]))[0][0], BadRecord)
     for target in ("nowhere", "c"):  # even to itself
         (tmp_path / "c").symlink_to(tmp_path / target)
         with pytest.raises(DataError, match=str(tmp_path / "c")):
@@ -163,7 +162,7 @@ def test_parquet_written_by_datasets_has_the_classes_of_datasets(kind: str, tmp_
 
 
 def test_an_ambiguous_or_inexact_number_is_no_class() -> None:
-    assert Labels(["001", "01"]).number(1) is None
-    assert Labels(["001", "02"]).number(1) == 0
+    assert Labels(["001", "02"]).number(1) is None
+    assert [Labels(["1", "0", "True"]).number(label) for label in (1, True, 1.0)] == [0, 2, 0]
     assert name_of(2.0**53) is None  # 2**53 + 1 is the same float
     assert name_of(2.0**53 - 1) == str(2**53 - 1)

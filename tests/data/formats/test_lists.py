@@ -114,8 +114,6 @@ def test_a_missing_or_unnamed_image_or_a_device_is_a_bad_record(tmp_path: Path):
     images[2], images[4], images[5] = "gone.png", None, os.devnull
     for name in ("list.csv", "list.jsonl", "list.parquet"):
         path = listed(tmp_path / name, images, LABELS["integers"])
-        with pytest.raises(DataError, match=rf"{path.name}.* row 4"):
-            splits_of(path)
         records = splits_of(path, bad_records="skip").train.read(np.arange(ROWS))
         assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4, 5]
     for name in ("list.csv", "list.parquet"):

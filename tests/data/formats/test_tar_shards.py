@@ -159,9 +159,7 @@ def test_the_index_is_built_once_and_rebuilt_when_the_file_changes(tmp_path: Pat
 
 def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
     path = tar(tmp_path / "x.tar", [*samples(range(2)), ("x.cls", b"1"), *samples([3])])
-    with pytest.raises(DataError, match=r"x\.tar, x: "):
-        splits_of(path)
-    source = splits_of(path, bad_records="skip").train
+    source = splits_of(path).train
     records = source.read(np.arange(4))
     assert [isinstance(image, BadRecord) for image, _ in records] == [False, False, True, False]
     assert source.where(2).endswith("x.tar, x")
@@ -172,8 +170,8 @@ TWO = [("a.png", png(1)), ("a.cls", b"0"), ("b.png", png(2)), ("b.cls", b"1")]
 
 def test_members_that_are_no_data_are_counted_in_one_note(tmp_path: Path):
     for member in (
-        special("c.png", SYMLINK, "c.png"),
-        special("b.png", LINK, "b.png"),
+        special("c.png", SYMLINK, "a.png"),
+        special("b.png", LINK, "a.png"),
         special("c.png", tarfile.CHRTYPE),
         special("label.x", b"V"),
         ("._a.png", b"x"),
@@ -190,10 +188,6 @@ def test_members_that_are_no_data_are_counted_in_one_note(tmp_path: Path):
         opened = splits_of(tar(tmp_path / "x.tar", [(f"{folder}/{name}", c) for name, c in TWO]))
         assert all_rows(opened.train) == [(png(1), "0"), (png(2), "1")]
         assert not [note for note in opened.notes if "not used" in note]
-    for kind in (SYMLINK, LINK):
-        path = tar(tmp_path / "x.tar", [*TWO, ("c.cls", b"1"), special("c.png", kind, "a.png")])
-        with pytest.raises(DataError, match=r"x\.tar, c\.png -> a\.png"):
-            splits_of(path)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -223,7 +217,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], object], str]] = {  # what is named 
     "a member twice": (lambda path: tar(path, [*samples([1]), *samples([1])]), "00001.cls"),
     "no label": (lambda path: tar(path, [*samples([1]), ("2.jpg", b"x")]), "2: no label"),
     "an empty label": (replaced("00002.cls", b" "), "00002.jpg: label"),
-    "a negative label": (replaced("00002.cls", b"-1"), "00002.jpg: label -1"),
+    "a negative label": (replaced("00002.cls", b"-1"), "00002.jpg: label '-1'"),
     "a label that is not text": (replaced("00002.cls", b"\xff\xfe"), "00002.cls"),
 }
 

@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.cropping import centre_into, place_image, to_tensor
+from raytrain_ddp.data.pixels.cropping import center_into, place_image, to_tensor
 from raytrain_ddp.data.pixels.decoding import open_encoded_image
 from raytrain_ddp.data.pixels.image_batches import image_data, side_in
 from raytrain_ddp.data.splits import open_splits
@@ -171,7 +171,7 @@ def test_the_center_crop_has_torchvisions_pixels(
     share, mode = how
     pixels = smooth(height, width)
     out = blank(side)
-    centre_into(out, open_encoded_image(Image.fromarray(pixels)), False, mode, share)
+    center_into(out, open_encoded_image(Image.fromarray(pixels)), False, mode, share)
     whole = to_tensor(pixels)
     if (height, width) != (side, side):
         by = InterpolationMode(mode)
@@ -221,7 +221,7 @@ def test_a_very_elongated_image_takes_little_memory_and_keeps_its_center():
     pixels = np.zeros((2, 20_000, 3), np.uint8)
     pixels[:, 9_900:10_100] = 200
     out = blank(64)
-    centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
+    center_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
     assert (out == 200).all()
 
 

@@ -48,7 +48,6 @@ CHOICES = {
     "none": AugmentConfig(crop="none"),
     "randaugment": AugmentConfig(crop="none", policy="randaugment", jitter=(0.4, 0.4, 0.4, 0.1)),
     "trivial": AugmentConfig(crop="none", policy="trivial"),
-    "augmix": AugmentConfig(crop="none", policy="augmix"),
     "erase": AugmentConfig(crop="none", erase=0.5),
 }
 

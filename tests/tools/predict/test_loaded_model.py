@@ -118,7 +118,7 @@ def test_images_are_resized_to_the_training_size(digits: str, tmp_path: Path):
 
 REFUSED = [
     ([b"no image"], {}, DataError, "image 0: "),
-    (["nowhere.jpg"], {}, DataError, "nowhere.jpg: .*No such file"),
+    (["nowhere.jpg"], {}, DataError, "nowhere.jpg: .*no such file"),
     ([np.zeros((8, 8, 3))], {}, DataError, r"float64 \(8, 8, 3\)"),
     ([np.zeros((0, 5, 3), np.uint8)], {}, DataError, r"\(0, 5, 3\)"),
     ([Image.new("L", (0, 5))], {}, DataError, r"image 0: .* \(5, 0\)"),
