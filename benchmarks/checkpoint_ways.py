@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,15 +36,6 @@ from raytrain_ddp.training.state.train_state import TrainState
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
 WARM_STEPS = 5  # the first ones allocate gradients and the optimizer's state
-
-
-class Way(Protocol):
-    """One way to save; `save` blocks the loop, what it returns is done once all is durable."""
-
-    def save(self, number: int) -> Future[Any] | None: ...
-
-    def load(self) -> None:
-        """Goes back to the newest checkpoint, as at a restart."""
 
 
 class Ours:
@@ -147,12 +139,13 @@ class Dcp:
         )
 
 
-WAYS: dict[str, tuple[str, Callable[..., Way]]] = {
-    "ours": ("raytrain_ddp", Ours),
-    "torch-save": ("torch.save + fsync", TorchSave),
-    "dcp-save": ("DCP save", lambda *args: Dcp(*args, kind="save")),
-    "dcp-async": ("DCP async_save", lambda *args: Dcp(*args, kind="async")),
-    "dcp-cached": ("DCP async_save, memory kept", lambda *args: Dcp(*args, kind="cached")),
+# `save` blocks the loop; what it returns is done once all is durable. `load` is for a restart.
+WAYS: dict[str, Callable[..., Any]] = {
+    "ours": Ours,
+    "torch-save": TorchSave,
+    "dcp-save": partial(Dcp, kind="save"),
+    "dcp-async": partial(Dcp, kind="async"),
+    "dcp-cached": partial(Dcp, kind="cached"),
 }
 
 
@@ -191,36 +184,35 @@ def measure(
     for _ in range(WARM_STEPS):
         step()
     state_bytes = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    saver = WAYS[way][1](model, optimizer, folder)
+    saver = WAYS[way](model, optimizer, folder)
     rss = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     idle = steps_for(step, idle_s)
-    during: list[float] = []
     saves: list[dict[str, float]] = []
     for number in range(1, checkpoints + 1):
         began = time.perf_counter()
         saved = saver.save(number)
         blocked_s = time.perf_counter() - began
         done: list[float] = []
-        beside: list[float] = []
+        steps = 0
         if saved is not None:
             saved.add_done_callback(lambda _, done=done: done.append(time.perf_counter()))
             while not done:
-                beside.append(step())
+                step()
+                steps += 1
             saved.result()
         whole_s = time.perf_counter() - began
         saves.append(
             {
                 "blocked_s": blocked_s,
                 "durable_s": (done[0] - began) if done else blocked_s,
-                "steps": len(beside),
+                "steps": steps,
                 "whole_s": whole_s,
             }
         )
-        during += beside
         idle += steps_for(step, idle_s)
     peak = memory("VmHWM")
-    read_before, began = bytes_read(), time.perf_counter()
+    began = time.perf_counter()
     saver.load()
     wait()
     load_s = time.perf_counter() - began
@@ -232,14 +224,8 @@ def measure(
         "durable_s": median(s["durable_s"] for s in saves[1:]),
         # what the loop did not get done meanwhile, blocked or slowed
         "lost_s": median(s["whole_s"] - s["steps"] * usual for s in saves[1:]),
-        "idle_p50_s": usual,
-        "idle_p99_s": percentile_99(idle),
-        "during_p50_s": median(during) if during else None,
-        "during_p99_s": percentile_99(during) if during else None,
         "extra_states": (peak - rss) / state_bytes,
         "load_s": load_s,
-        "load_states": (bytes_read() - read_before) / state_bytes,
-        "saves": saves,
     }
 
 
@@ -250,19 +236,10 @@ def steps_for(step: Callable[[], float], seconds: float) -> list[float]:
     return spent
 
 
-def percentile_99(values: list[float]) -> float:
-    return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
-
-
 def memory(field: str) -> int:
     """Bytes of this process, by the kernel's name: VmRSS now, VmHWM at most."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
-
-
-def bytes_read() -> int:
-    """Read by this process so far, from the page cache or not."""
-    return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
 
 
 def main() -> None:

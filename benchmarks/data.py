@@ -1,188 +1,258 @@
-"""Loading the same images with the same transform in many ways: speed, CPU time, start, memory.
+"""Loads the same images with the same transform in several ways: speed, CPU time, start, memory.
 
-    python benchmarks/data.py [--quick] [--rounds N] [--only a,b] [--out FILE.md FILE.json]
+    python benchmarks/data.py [--rounds N] [--only bare,ours-folder] [--out FILE.md]
 
-Each job (a loader, a start, a cost) runs in a fresh process of its own, one after another. Each
-round runs every job once, each time beginning with another one; a ratio compares with the tight
-decode loop, or with ImageFolder, of the same round, so a machine that is busy for a while disturbs
-both sides. Two threads or two worker processes, one torch thread in each.
+A random part of 8 to 100 % of the area and of aspect 3/4 to 4/3, resized to 224 x 224 (bilinear,
+antialiased), and mirrored with probability 1/2; batches of 64, as uint8; files in the page cache.
+All but `folder-pil` decode in the fastest known way, so that loaders are compared, not decoders;
+the bare loop does not mirror. Two threads or worker processes, with one
+torch thread in each. Each loader runs in a process of its own.
 
-Needs the extra `bench`, which has the peers, and psutil (extra `test`). What is not installed or
-does not run is named with its reason. JPEGs and their other forms are made once (--cache, about
-2 GB); nothing is downloaded.
+- CPU s per 1,000: of the process and all below it
+- first batch: counted from when everything is imported and nothing opened
+- memory: the proportional set size of all processes, which counts a shared page once
+
+Needs psutil. The images are made once (--cache).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
+import math
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import data_report
 import psutil
-from data_measure import Size
-from data_probe import JOBS
-from series import describe_machine, end_tree, environment, warn_of_bytecode
+from data_images import make_images, once
+from series import HERE, Column, Series, parse, parser, run_to_end
 
-HERE = Path(__file__).resolve().parent
+SIZE, BATCH, WORKERS, WARM = 224, 64, 2, 16
 LIMIT_S = 420
-PEERS = ("webdataset", "mosaicml-streaming", "litdata", "datasets", "spdl")
-CODECS = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of one job."""
-
-    job: str
-    round: int
-    load: float  # of the machine (1 minute) before
-    wall_s: float
-    found: Mapping[str, Any]
+PACKAGES = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy")
+COLUMNS = (
+    Column("images/s", "images_per_s", has_ratio=True),
+    Column("CPU s per 1,000", "cpu_s", 2),
+    Column("first batch s", "first_batch_s", 2),
+    Column("memory MiB", "pss_bytes", 0, 2**-20),
+)
 
 
 def main() -> int:
-    args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
-    machine = describe()
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    warn_of_bytecode(machine)
-    folder = (args.cache / str(args.distinct)).resolve()
-    made = [sys.executable, str(HERE / "data_images.py"), str(folder), str(args.distinct)]
-    subprocess.run(made, check=True, env=job_environment(folder))
-    jpegs = [file.stat().st_size for file in (folder / "images").glob("*/*.jpg")]
-    machine["images"] = f"{len(jpegs)} JPEGs of {sum(jpegs) / len(jpegs) / 1000:.0f} KB on average"
-    size = Size(str(folder), warm=4 if args.quick else 16, images=args.images)
-    runs: list[Run] = []
-    failed: list[tuple[str, str]] = []
-    for number in range(args.rounds):
-        turn = number * len(args.only) // args.rounds
-        for job in args.only[turn:] + args.only[:turn]:
-            if 0 < JOBS[job].rounds <= number:
-                continue
-            try:
-                run = measure(job, number, size)
-            except RuntimeError as error:
-                failed.append((job, f"round {number + 1}: {error}"))
-                print(f"round {number + 1}  {job}: {error}", file=sys.stderr, flush=True)
-                continue
-            runs.append(run)
-            print(f"round {number + 1}  {job:<18}  {brief(run)}", flush=True)
-    quick = " --quick" if args.quick else ""
-    command = f"python benchmarks/data.py{quick} --rounds {args.rounds} --images {args.images}"
-    report = data_report.as_markdown(command, machine, runs, failed)
-    print("\n" + report)
-    for path in args.out:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine, "failed": failed, "runs": [asdict(run) for run in runs]}
-        path.write_text(json.dumps(content, indent=1) + "\n" if path.suffix == ".json" else report)
-    return 1 if failed else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="300 images, one round: does it run?")
-    parser.add_argument("--rounds", type=int, help="default 5")
-    parser.add_argument("--images", type=int, help="loaded while it is measured; default 9000")
-    parser.add_argument("--only", default=",".join(JOBS), help="some of the jobs")
-    parser.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
-    parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
-    args = parser.parse_args()
-    args.distinct = 300 if args.quick else 3000
+    if sys.argv[1:2] == ["--job"]:  # a child of this program
+        print(json.dumps(measure(**json.loads(sys.argv[2]))), flush=True)
+        return 0
+    flags = parser(__doc__, rounds=5)
+    flags.add_argument("--images", type=int, help="loaded while it is measured [9000]")
+    flags.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
+    titles = {name: title for name, (title, _, _) in LOADERS.items()}
+    args = parse(flags, titles)
+    distinct = 300 if args.quick else 3000
     args.images = args.images or (640 if args.quick else 9000)
-    args.rounds = args.rounds or (1 if args.quick else 5)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in JOBS]
-    if unknown:
-        parser.error(f"no job {', '.join(unknown)}; there are {', '.join(JOBS)}")
-    return args
-
-
-def measure(job: str, number: int, size: Size) -> Run:
-    """Runs a job in a process and session of its own, to their end.
-
-    Raises:
-        RuntimeError: it failed, with the last line that it said, or took longer than LIMIT_S.
-    """
-    load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="data-", dir="/tmp") as place:
-        asked, found, said = (Path(place) / name for name in ("asked.json", "found.json", "said"))
-        asked.write_text(json.dumps(asdict(size)))
-        began = time.monotonic()
-        with said.open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "data_probe.py"), job, str(asked), str(found)],
-                cwd=place,
-                env=job_environment(Path(size.folder)),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(LIMIT_S)
-            except BaseException as error:
-                end_tree(process.pid)
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise RuntimeError(f"it took longer than {LIMIT_S} s") from None
-                raise
-            finally:
-                end_session(process.pid)
-        wall_s = time.monotonic() - began
-        if not found.exists():
-            lines = said.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise RuntimeError(f"exit status {process.returncode}: {lines[-1].strip()}")
-        return Run(job, number + 1, load, wall_s, json.loads(found.read_text()))
-
-
-def end_session(leader: int) -> None:
-    """Ends what a job left behind: processes of its session, each by its own id."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if process.pid != os.getpid() and os.getsid(process.pid) == leader:
-                end_tree(process.pid)
-
-
-def job_environment(folder: Path) -> dict[str, str]:
-    """As for launch.py; nothing is asked of the network, nothing written into the home folder."""
-    return {
-        **environment(),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
-        "HF_HOME": str(folder / "hf-home"),
-        "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(folder / "cache-home"),  # of tar files' indices
-        "LITDATA_DISABLE_VERSION_CHECK": "1",
-    }
-
-
-def describe() -> dict[str, str]:
-    found = []
-    for name in (*CODECS, *PEERS):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
-    return {**describe_machine(), "packages": ", ".join(found)}
-
-
-def brief(run: Run) -> str:
-    numbers = "  ".join(
-        f"{name} {value:.4g}" for name, value in run.found.items() if isinstance(value, int | float)
+    args.cache = (args.cache / str(distinct)).resolve()
+    once(args.cache / "images", lambda place: make_images(place, distinct))
+    if not (args.cache / "parquet").exists():
+        folders = [str(args.cache / name) for name in ("images", "parquet")]
+        convert = [sys.executable, "-m", "raytrain_ddp.tools.convert", *folders]
+        run_to_end(convert, args.cache / "log", LIMIT_S)
+    series = Series(titles, "bare", PACKAGES)
+    series.measure(args, partial(in_process, args))
+    return series.publish(
+        "Loading the same images in several ways",
+        [f"{distinct} JPEGs of about 95 KB.", series.table(COLUMNS)],
+        args.out,
     )
-    return f"load {run.load:.1f}  {run.wall_s:.0f} s:  {numbers}"
 
+
+def in_process(args: argparse.Namespace, name: str, _: str) -> Mapping[str, float]:
+    given = {"name": name, "folder": str(args.cache), "images": args.images}
+    with tempfile.TemporaryDirectory(prefix="data-") as place:
+        log = Path(place) / "log"
+        run_to_end([sys.executable, __file__, "--job", json.dumps(given)], log, LIMIT_S)
+        return dict(json.loads(log.read_text().splitlines()[-1]))
+
+
+def measure(name: str, folder: str, images: int) -> dict[str, float]:
+    _, modules, opened = LOADERS[name]
+    for module in ("torch", *modules):
+        import_module(module)
+    began = time.perf_counter()
+    batches = opened(Path(folder))
+    shape = tuple(next(batches).shape)
+    assert shape in ((BATCH, 3, SIZE, SIZE), (BATCH, SIZE, SIZE, 3)), shape
+    first_batch_s = time.perf_counter() - began
+    for _ in range(WARM):
+        next(batches)
+    loaded, before, began = 0, used(), time.perf_counter()
+    while loaded < images:
+        loaded += len(next(batches))
+    spent_s, after = time.perf_counter() - began, used()
+    found = {"images_per_s": loaded / spent_s, "cpu_s": 1000 * (after[0] - before[0]) / loaded}
+    found |= {"first_batch_s": first_batch_s, "pss_bytes": after[1]}
+    batches.close()
+    return found
+
+
+def used() -> tuple[float, int]:
+    """CPU seconds, user and system, and bytes (PSS), of this process and all below it."""
+    tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    cpu_s = sum(sum(process.cpu_times()[:4]) for process in tree)
+    return cpu_s, sum(process.memory_full_info().pss for process in tree)
+
+
+# ------------------------------------------------------------------ the transform
+
+
+def decode_into(out: Any, encoded: bytes, is_mirrored: bool = False) -> None:
+    """Decodes, crops and resizes into `out`, (1, 3, 224, 224), channels last; no other copies."""
+    import simplejpeg
+    import torch
+
+    pixels = torch.from_numpy(simplejpeg.decode_jpeg(encoded))
+    rows, columns = crop_of(*pixels.shape[:2])
+    view = pixels[rows, columns].permute(2, 0, 1)[None]
+    torch.ops.aten._upsample_bilinear2d_aa.out(view, (SIZE, SIZE), False, None, None, out=out)
+    if is_mirrored:
+        out.copy_(out.flip(-1))
+
+
+def crop_of(height: int, width: int) -> tuple[slice, slice]:
+    """Rows and columns of a random crop, drawn as torchvision's RandomResizedCrop does."""
+    for _ in range(10):
+        area = height * width * random.uniform(0.08, 1.0)
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            break
+    else:  # nothing fitted: the largest allowed one
+        w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    top, left = random.randint(0, height - h), random.randint(0, width - w)
+    return slice(top, top + h), slice(left, left + w)
+
+
+def new_batch() -> Any:
+    import torch
+
+    batch = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8)
+    return batch.to(memory_format=torch.channels_last)
+
+
+def decoded(encoded: bytes) -> Any:
+    """An image in memory of its own, for loaders that stack them; shape (224, 224, 3)."""
+    import torch
+
+    image = torch.empty(SIZE, SIZE, 3, dtype=torch.uint8)
+    decode_into(image.permute(2, 0, 1)[None], encoded, random.random() < 0.5)
+    return image
+
+
+# ------------------------------------------------------------------ loaders: batches without end
+
+
+def bare(folder: Path) -> Iterator[Any]:
+    """The tight loop that no loader can beat: encoded images in memory, memory used again."""
+    encoded = [file.read_bytes() for file in sorted((folder / "images").glob("*/*.jpg"))]
+    kept = [new_batch() for _ in range(8 * WORKERS)]
+
+    def fill(number: int) -> Any:
+        batch = kept[number % len(kept)]
+        for place in range(BATCH):
+            decode_into(batch[place : place + 1], encoded[(number * BATCH + place) % len(encoded)])
+        return batch
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        ahead = deque(pool.submit(fill, number) for number in range(4 * WORKERS))
+        for number in count(len(ahead)):
+            yield ahead.popleft().result()
+            ahead.append(pool.submit(fill, number))
+
+
+def data_loader(dataset: Any) -> Iterator[Any]:
+    """DataLoader with two workers; an epoch that does not end while it is measured."""
+    from torch.utils.data import DataLoader, RandomSampler
+
+    sampler = RandomSampler(dataset, num_samples=10**6)
+    options = {"num_workers": WORKERS, "prefetch_factor": 4, "drop_last": True}
+    for images, _ in DataLoader(dataset, BATCH, sampler=sampler, **options):
+        yield images
+
+
+def folder_pil(folder: Path) -> Iterator[Any]:
+    from torchvision import datasets, transforms
+
+    steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    yield from data_loader(datasets.ImageFolder(str(folder / "images"), transform))
+
+
+def fast_folder(folder: Path) -> Any:
+    """A map-style data set of (image, label), as fast as it gets."""
+    from torchvision import datasets
+
+    read = Path.read_bytes
+    return datasets.ImageFolder(
+        str(folder / "images"), decoded, loader=lambda path: read(Path(path))
+    )
+
+
+def ours(folder: Path, form: str) -> Iterator[Any]:
+    """What a worker with two CPUs loads; mirrored here, not on a device."""
+    for batch in our_batches(source=str(folder / form), image_size=SIZE):
+        for image, is_mirrored in zip(batch["image"], batch["flip"].tolist(), strict=True):
+            if is_mirrored:
+                image.copy_(image.flip(-1))
+        if len(batch["image"]) == BATCH:  # but for the last one of an epoch
+            yield batch["image"]
+
+
+def our_map(folder: Path, shared: bool) -> Iterator[Any]:
+    """The data set of `fast_folder` as a user's own: in processes, or in threads that share it."""
+    from raytrain_ddp import Data, MapSource, Task
+
+    class Own(Task):
+        def train_data(self) -> Data:
+            return Data(MapSource(fast_folder(folder), shared=shared))
+
+    for images, _ in our_batches(Own()):
+        if len(images) == BATCH:
+            yield images
+
+
+def our_batches(task: Any = None, **data: Any) -> Iterator[Any]:
+    import torch
+
+    from raytrain_ddp import AugmentConfig, DataConfig, TrainConfig
+    from raytrain_ddp.training.build import Build
+    from raytrain_ddp.training.runtime.world import World
+
+    augment = AugmentConfig(crop="random", flip=True)
+    sizes = {"batch_size": BATCH, "micro_batch": BATCH, "epochs": 10**4}
+    config = TrainConfig(data=DataConfig(workers=WORKERS, **data), augment=augment, **sizes)
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), threads=WORKERS)
+    for slots in Build(config, world, task).loader.steps(0, 10**6):
+        yield slots[0].batch
+
+
+FOLDER, OURS = ("torchvision.datasets", "simplejpeg"), ("raytrain_ddp.training.build",)
+LOADERS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], Iterator[Any]]]] = {
+    "bare": ("bare decode + crop, 2 threads", ("simplejpeg",), bare),
+    "ours-folder": ("**this loader, ImageFolder**", OURS, partial(ours, form="images")),
+    "ours-parquet": ("**this loader, converted Parquet**", OURS, partial(ours, form="parquet")),
+    "ours-map": ("this loader, MapSource", (*OURS, *FOLDER), partial(our_map, shared=False)),
+    "ours-shared": ("same, shared=True", (*OURS, *FOLDER), partial(our_map, shared=True)),
+    "folder-fast": ("ImageFolder, DataLoader", FOLDER, lambda f: data_loader(fast_folder(f))),
+    "folder-pil": ("ImageFolder, DataLoader, PIL", FOLDER, folder_pil),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,8 @@
-"""Writes the parts of the documentation that follow from the code, between their markers.
+"""Makes the parts of the documentation that follow from the code, when the site is built.
 
-    python docs/generate.py            # after a change of a flag, an event, an error or a file
-    python docs/generate.py --check    # exit status 1 if a page is not up to date
-
-A page has ``<!-- begin NAME ARGUMENT -->`` and ``<!-- end -->``; what lies between them is
-the result of the function NAME below. The pages are committed, so that they can be read without a
-build; tests/test_docs.py checks that they are up to date. Imports neither torch nor Ray.
+A page has ``<!-- generated: NAME ARGUMENT -->``, which the result of the function NAME below
+replaces: mkdocs calls `on_page_markdown` for each page. Imports neither torch nor Ray, nor anything
+else that is not in the standard library.
 """
 
 from __future__ import annotations
@@ -13,24 +10,26 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from raytrain_ddp import errors, events
-from raytrain_ddp.__main__ import COMMANDS, _command
-from raytrain_ddp.config.field_types import listed
-from raytrain_ddp.config.flags import Flag
-from raytrain_ddp.config.help_page import default_of, help_of
-from raytrain_ddp.config.recipe import load_with_info, shipped_recipes
-from raytrain_ddp.config.train_config import TrainConfig
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "raytrain_ddp"
-BLOCK = re.compile(r"(<!-- begin (\w+)([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+sys.path.insert(0, str(DOCS.parent))  # mkdocs may run where the package is not installed
+
+from raytrain_ddp import events  # noqa: E402
+from raytrain_ddp.__main__ import COMMANDS, _command  # noqa: E402
+from raytrain_ddp.config.field_types import listed  # noqa: E402
+from raytrain_ddp.config.flags import Flag  # noqa: E402
+from raytrain_ddp.config.help_page import default_of, help_of  # noqa: E402
+from raytrain_ddp.config.recipe import load_with_info, shipped_recipes  # noqa: E402
+from raytrain_ddp.config.train_config import TrainConfig  # noqa: E402
+
+MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 
 
 def cell(text: str) -> str:
@@ -81,16 +80,17 @@ def configuration(_: str) -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
-def flags(command: str) -> str:
-    """What a command is for, and its own flags."""
-    own = [flag for flag in flags_of(command) if not is_of_config(flag)]
-    return f"\n{inspect.getdoc(_command(command).args)}\n\n{table(own)}\n"
-
-
 def commands(_: str) -> str:
-    """All of them, with a line about each."""
+    """A line about each, then a section for each: what it is for, and its own flags."""
     rows = "".join(f"| [`{name}`](#{name}) | {cell(about)} |\n" for name, about in COMMANDS.items())
-    return f"\n| command | what it does |\n| --- | --- |\n{rows}\n"
+    parts = [f"| command | what it does |\n| --- | --- |\n{rows}"]
+    for name in COMMANDS:
+        every = flags_of(name)
+        own = [flag for flag in every if not is_of_config(flag)]
+        more = "\nAlso every field of the config: [Every field](fields.md).\n" * (own != every)
+        about = inspect.getdoc(_command(name).args)
+        parts.append(f"## {name}\n\n{about}\n{more}\n{table(own)}")
+    return "\n".join(parts)
 
 
 def recipes(_: str) -> str:
@@ -108,64 +108,12 @@ def recipes(_: str) -> str:
     return head + "| --- " * 5 + "|\n" + "".join([*rows, *parts]) + "\n"
 
 
-def statuses(_: str) -> str:
-    """One row for each error, from the tree that opens errors.py."""
-    about = dict(re.findall(r"(\w+) +\d   (.+)", inspect.getdoc(errors) or ""))
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    rows = {
-        kind.exit_status: f"| {kind.exit_status} | `{kind.__name__}` | {about[kind.__name__]} |\n"
-        for kind in kinds
-        if issubclass(kind, errors.RaytrainError) and kind.__name__ in about
-    }
-    head = "\n| status | error | meaning |\n| --- | --- | --- |\n"
-    first = "| 0 | | finished, or already complete |\n"
-    return head + first + "".join(rows[status] for status in sorted(rows)) + "\n"
-
-
 def layout(module: str) -> str:
     """The layout of a folder, as the docstring of the module that writes it draws it."""
     parsed = ast.parse((PACKAGE / module.strip()).read_text(encoding="utf-8"))
     _, block, *_ = (ast.get_docstring(parsed) or "").split("\n\n")
     assert "    " in block, f"{module}: its second paragraph draws no layout"
     return f"\n```text\n{textwrap.dedent(block)}\n```\n\n"
-
-
-def tree(_: str) -> str:
-    """Every file of the package, with the first sentence of its docstring."""
-    lines = []
-    for path in sorted(PACKAGE.rglob("*"), key=lambda p: (p.parent.parts, p.name)):
-        name = path.relative_to(PACKAGE)
-        if (
-            not path.is_file()
-            or path.suffix in (".pyc", ".so")  # compiled
-            or "clusters" in name.parts
-            or path.name == "py.typed"
-        ):
-            continue
-        if path.name == "__init__.py" and not path.stat().st_size:
-            continue
-        lines.append((name, _about(path)))
-    folders: dict[str, list[str]] = {}
-    for name, text in lines:
-        folders.setdefault(str(name.parent), []).append(f"| `{name.name}` | {cell(text)} |")
-    parts = []
-    for folder, rows in sorted(folders.items()):
-        title = "raytrain_ddp" if folder == "." else f"raytrain_ddp/{folder}"
-        parts.append(
-            f"### {title}\n\n| file | what it is |\n| --- | --- |\n" + "\n".join(rows) + "\n"
-        )
-    return "\n" + "\n".join(parts) + "\n"
-
-
-def _about(path: Path) -> str:
-    if path.suffix == ".c":  # the first sentence of its first comment
-        comment = path.read_text(encoding="utf-8").removeprefix("/* ")
-        return " ".join(comment.partition("\n *\n")[0].split())
-    if path.suffix != ".py":
-        return ""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    first = " ".join(text.partition("\n\n")[0].split())
-    return re.sub(r"``(.+?)``", lambda found: f"`{found[1].replace('|', ' or ')}`", first)
 
 
 def schema(name: str) -> str:
@@ -204,36 +152,15 @@ def flat(text: str) -> str:
 
 
 MAKERS: dict[str, Callable[[str], str]] = {
-    function.__name__: function
-    for function in (commands, configuration, flags, recipes, statuses, layout, tree, schema)
+    function.__name__: function for function in (commands, configuration, recipes, layout, schema)
 }
 
 
-def renewed(text: str) -> str:
-    """A page with all that lies between its markers made anew."""
-
-    def made(found: re.Match[str]) -> str:
-        return found[1] + MAKERS[found[2]](found[3].strip()) + found[5]
-
-    return BLOCK.sub(made, text)
+def made(text: str) -> str:
+    """A page with what its markers stand for."""
+    return MARKER.sub(lambda found: MAKERS[found[1]](found[2]).strip("\n"), text)
 
 
-def pages() -> Iterator[Path]:
-    yield from (page for page in sorted(DOCS.rglob("*.md")) if not page.is_symlink())
-
-
-def main() -> int:
-    outdated = []
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        new = renewed(text)
-        if new != text:
-            outdated.append(str(page.relative_to(DOCS)))
-            if "--check" not in sys.argv:
-                page.write_text(new, encoding="utf-8")
-    print(json.dumps(outdated))
-    return int("--check" in sys.argv and bool(outdated))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs."""
+    return made(markdown)

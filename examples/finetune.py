@@ -3,7 +3,7 @@
     python examples/finetune.py photos timm:convnext_tiny.fb_in22k
 
 The folder has one folder for each class. The same command goes on after a kill, with the same bits.
-With `fit` instead of `fit_locally`, Ray runs it. As flags: docs/how-to/fine-tune.md.
+With `fit` instead of `fit_locally`, Ray runs it. As flags: docs/fine-tune.md.
 """
 
 from argparse import ArgumentParser

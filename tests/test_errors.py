@@ -64,7 +64,7 @@ def test_each_error_ends_a_command_with_the_status_that_the_documentation_gives_
 ):
     """Also 7; a class of the user's inherits the status, or sets its own."""
     monkeypatch.setattr("sys.argv", ["raytrain"])
-    text = (ROOT / "docs/reference/exit-statuses.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| (\d) \| `(\w+)` \|", text, re.MULTILINE)
     kinds = {name: (getattr(errors, name), int(status)) for status, name in documented}
     assert sorted(status for _, status in kinds.values()) == [1, 2, 3, 4, 5, 6, 7, 8]

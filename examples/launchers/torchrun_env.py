@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def points(count, seed):
-    """Points around ten centres in 20 dimensions, and which centre each belongs to."""
-    centres = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
+    """Points around ten centers in 20 dimensions, and which center each belongs to."""
+    centers = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=generator)
     noise = torch.randn(count, 20, generator=generator)
-    return TensorDataset(centres[labels] + 1.5 * noise, labels)
+    return TensorDataset(centers[labels] + 1.5 * noise, labels)
 
 
 def evaluate(model, loader, device):

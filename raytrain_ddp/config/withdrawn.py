@@ -17,7 +17,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "ddp.shard_optimizer": (False, "remove it; each worker has the state, and the run continues"),
     "emit=ray-up": (..., "use a file of clusters/, and the command that --emit command prints"),
     "eval.asynchronous": (False, "remove it; use evaluate RUN --follow alongside the run"),
-    "format=hf": (..., "use safetensors, onnx or torch-export; docs/how-to/export.md has the Hub"),
+    "format=hf": (..., "use safetensors, onnx or torch-export; docs/trained-model.md has the Hub"),
     "format=timm": (..., "use safetensors, onnx or torch-export"),
     "format=torchscript": (..., "use torch-export, onnx or safetensors"),
     "license": (..., "write it into the model card"),

@@ -84,10 +84,10 @@ class Cluster:
 
     @contextmanager
     def own(self, flags: str = "") -> Iterator[Run]:
-        """`fit mine.toml` with the user's own folder, as in clusters/README.md."""
-        readme = (ROOT / "clusters" / "README.md").read_text(encoding="utf-8")
-        tunnel = re.search(r"(?m)^    (ray dashboard .*?) +#", readme)
-        submit = re.search(r"(?m)^    (.*ray job submit .* mine\.toml)$", readme)
+        """`fit mine.toml` with the user's own folder, as in docs/clusters.md."""
+        page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+        tunnel = re.search(r"(?m)^    (ray dashboard .*?) +#", page)
+        submit = re.search(r"(?m)^    (.*ray job submit .* mine\.toml)$", page)
         assert tunnel is not None
         assert submit is not None
         number = len(list(self.shared.glob("notes-*")))

@@ -1,4 +1,4 @@
-"""The distillation example of docs/tutorials/own-task.md, tested with the code on the page."""
+"""The distillation example of docs/own-task.md, tested with the code on the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tasks.task_loading import load_task
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own-task.md"
 TEACHER = "shufflenet_v2_x0_5"
 
 

@@ -27,7 +27,7 @@ from raytrain_ddp.tools.export.__main__ import main as export
 from raytrain_ddp.tools.export.formats import FORMATS, checked
 from raytrain_ddp.tools.staging import Staging
 
-PAGE = Path(__file__).parents[3] / "docs/how-to/export.md"
+PAGE = Path(__file__).parents[3] / "docs/trained-model.md"
 FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}
 # What a user of the export runs, without this package.
 USES = {
@@ -156,7 +156,7 @@ def test_the_documented_upload_example_works(
 
     monkeypatch.setattr(timm.models, "push_to_hf_hub", note)
     monkeypatch.setattr(raytrain_ddp, "load", lambda _, find=raytrain_ddp.load: find(photos[0]))
-    upload, serving = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    *_, upload, serving = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     compile(serving, "serving.py", "exec")
     exec(upload, {})
     assert asked[0]["repo_id"] == "OWNER/photos"

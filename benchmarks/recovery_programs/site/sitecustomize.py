@@ -1,3 +1,0 @@
-"""Python imports it at its start; see stamping.py."""
-
-import stamping  # noqa: F401
