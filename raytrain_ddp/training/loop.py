@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import TaskError, first_line
+from raytrain_ddp.errors import PreflightError, TaskError, first_line
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.membership.generations import NewcomerWaits, NoStateLeft
 from raytrain_ddp.messages import Outcome
@@ -26,10 +26,18 @@ from raytrain_ddp.training.steps.step_decisions import StepDecisions
 from raytrain_ddp.training.steps.warm_up import warm_up
 from raytrain_ddp.training.training_run import Run
 
+# Of torch._inductor, Triton and subprocess: by name, as these modules may be missing.
+_OF_COMPILERS = {"InvalidCxxCompiler", "CppCompileError", "TritonMissing", "CalledProcessError"}
+
 
 @contextmanager
 def naming_compile_failures() -> Iterator[None]:
-    """Raises TaskError, in one line, if torch.compile cannot compile the model."""
+    """Reports a failure of torch.compile in one line.
+
+    Raises:
+        PreflightError: this machine cannot build or load code.
+        TaskError: torch.compile cannot compile the model.
+    """
     try:
         yield
     except Exception as error:
@@ -37,7 +45,9 @@ def naming_compile_failures() -> Iterator[None]:
         if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
             raise
         cause = getattr(error, "inner_exception", error)
-        raise TaskError(
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        is_of_machine = isinstance(cause, OSError | ImportError) or kinds & _OF_COMPILERS
+        raise (PreflightError if is_of_machine else TaskError)(
             f"torch.compile: {type(cause).__name__}: {first_line(cause)}. Change the model, or "
             "train with --compute.no-compile (in a task: without torch.compile). Code is built "
             "with a C++ compiler (g++) and Python's headers, in TORCHINDUCTOR_CACHE_DIR, a folder "

@@ -260,13 +260,25 @@ def class_folder_splits(
                 f"set. If all are classes, set --data.train-split {WHOLE}"
             )
         splits = _splits_among(below[top], asked, below)
+    [*folders] = splits.values()
+    inside = below.get(folders[0], ()) if len(folders) == 1 else ()
+    if inside and len(nested := _splits_among(inside, (), below)) == len(inside):
+        top, splits = folders[0], nested  # train/train and train/val
     others = [_name(name) for name in below[top] if name not in splits.values()]
     unusable = dict.fromkeys(others, "its name is not the name of a split")
     empty = [split_name(_name(name)) for name in _folders_in(listing, False).get(top, ())]
     unusable |= {split.word: "it contains no images" for split in empty if split and split.is_exact}
     flat = [label for label, folder in splits.items() if folder not in below]
     unusable |= dict.fromkeys(flat, _FLAT)
-    return {label: splits[label] for label in splits if label not in flat}, unusable
+    used = {label: splits[label] for label in splits if label not in flat}
+    return {label: _unwrapped(folder, below) for label, folder in used.items()}, unusable
+
+
+def _unwrapped(folder: str, below: Below) -> str:
+    """``seg_train/seg_train`` for ``seg_train``: an archive unpacked into a folder of its name."""
+    inside = below[folder]
+    is_same = len(inside) == 1 and _name(inside[0]).casefold() == _name(folder).casefold()
+    return _unwrapped(inside[0], below) if is_same and inside[0] in below else folder
 
 
 def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str) -> None:
