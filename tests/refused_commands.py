@@ -125,7 +125,7 @@ ROWS = [
     Row("report nothing --device cpu --no-predict", 2, "--device"),
     # 3: where it runs.
     Row("--scaling.num-workers 64 --batch-size 1024", 3, "64 --scaling.num-workers", light=True),
-    Row("--scaling.num-workers 1 --scaling.use-gpu True", 3, "scaling.use_gpu", light=True),
+    Row("--scaling.num-workers 1 --scaling.use-gpu True", 3, "scaling.use-gpu", light=True),
     Row("--local --storage /proc/none", 3, "/proc/none"),
     Row("--local --storage nonsense://bucket/runs", 3, "nonsense://"),
     Row("--address 127.0.0.1:1", 3, "127.0.0.1:1", needs="ray"),
