@@ -32,7 +32,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "scheduler": (..., "use --asha EPOCHS of sweep, or --schedule.name"),
     "search=grid": (..., "use only lists, and as many --trials as there are combinations"),
-    "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
+    "scaling.spares": (1, "remove it; one process of each node waits to replace a worker"),
     "settled": ([], "remove it; auto stays what it was when the run began"),
     "stats_images": (..., "use --data.mean and --data.std of fit"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),

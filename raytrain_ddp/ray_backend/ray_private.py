@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.warm import worker_setup
+from raytrain_ddp.ray_backend import worker_setup
 
 _LEFT_OUT = (
     "DatasetsCallback",  # a manager of Ray Data's data sets, which nothing uses
@@ -111,7 +111,7 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
     """Makes a Ray that is started in this context start sooner: in 7.5 s instead of 9.8 s.
 
     Args:
-        is_warm: whether its workers are forked: then warm/worker_setup.py sets them up.
+        is_warm: whether its workers are forked: then worker_setup.py sets them up.
         has_dashboard: otherwise, it leaves out what would have nothing to do: the API server, for
             which it waits and which would only report usage statistics, the autoscaler of its one
             machine, and the monitor of logs, which nobody would show.

@@ -5,6 +5,7 @@ Loaded by fork_server.py, from its folder.
 
 from __future__ import annotations
 
+import importlib
 import marshal
 import os
 import resource
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from raytrain_ddp.warm import fork_client as client
 else:
     import fork_client as client
+
+
+_RAY = ("ray", "ray.train", "ray.train.torch")  # 0.4 s
 
 
 def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -57,6 +61,23 @@ def become(given: Mapping[str, Any], files: list[int], variables: Mapping[str, s
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def wait(connection: socket.socket, given: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+    """Makes this forked process one that has loaded Ray, and becomes the process that is asked for
+    next, which must be like `given`; does not return."""
+    try:
+        close_all_but({0, 1, 2, connection.fileno()})
+        take_environment(given, variables)
+        sys.path[:0] = module_folders(given)
+        for name in _RAY:
+            importlib.import_module(name)
+        connection.sendall(client.READY)
+        asked, files = received(connection)
+        connection.sendall(client.READY)
+    except BaseException:  # the server has ended, or Ray cannot be loaded
+        os._exit(1)
+    become(asked, files, variables)
 
 
 def inherit(given: Mapping[str, Any], files: list[int]) -> None:
@@ -118,7 +139,8 @@ def run(given: Mapping[str, Any]) -> None:
     """Runs a script as ``python SCRIPT ARGUMENTS`` does."""
     command = given["command"]
     script = command[0]
-    sys.path[:0] = module_folders(given)
+    folders = module_folders(given)
+    sys.path[:0] = folders if sys.path[: len(folders)] != folders else []
     sys.argv[:], sys.orig_argv[:] = command, [sys.executable, *command]
     # Python's own generator is seeded anew by a fork, these are not.
     if "numpy" in sys.modules:

@@ -2,7 +2,8 @@
 
 fork_client.py runs it as ``python fork_server.py ADDRESS OWNER [MODULE ...]``. It has no extra
 threads and no CUDA context, and never imports Ray, whose random numbers would then be equal in all
-workers. It ends when its owner ends, and then also ends its forks.
+workers: after each worker, one fork loads Ray and waits to be the next one. It ends when its owner
+ends, and then also ends its forks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_ddp.warm import fork_child
@@ -46,6 +47,7 @@ _LOOK_S = 10.0
 _GRACE_S = 5.0
 _REQUEST_WITHIN_S = 5.0
 _LEAST_FREE = 0.05
+_QUIET_S = 3.0  # after the last request: then the spare's start takes no CPU time from a worker's
 
 
 def main(address: str, owner: int, modules: Sequence[str]) -> None:
@@ -111,19 +113,27 @@ class Server:
     Args:
         variables: added to the environments of the processes; None: refuses all requests.
         children: the processes that live: pidfd -> (pid, where its status goes, if it is wanted).
+        spare: a process that has loaded Ray: its pid, the request it is like, the connection to it.
+        last: the request of the last worker; at `due` it is time for a spare.
     """
 
     listener: socket.socket
     owner_end: int
     variables: Mapping[str, str] | None
     children: dict[int, tuple[int, socket.socket | None]] = field(default_factory=dict)
+    spare: tuple[int, Mapping[str, Any], socket.socket] | None = None
+    last: Mapping[str, Any] = field(default_factory=dict)
+    due: float = float("inf")
 
     def serve(self) -> dict[int, int]:
         """Serves requests; returns the pidfds and pids of the processes still alive at its end."""
         asked = time.monotonic()
         while True:
             watched = [self.listener.fileno(), self.owner_end, *self.children]
-            ready, _, _ = select.select(watched, [], [], _LOOK_S)
+            left_s = max(0.0, self.due - time.monotonic())
+            ready, _, _ = select.select(watched, [], [], min(_LOOK_S, left_s))
+            if left_s == 0:
+                self._prepare()
             living = {pidfd: pid for pidfd, (pid, _) in self.children.items()}
             if self.owner_end in ready:
                 return living
@@ -156,13 +166,42 @@ class Server:
         try:
             if hides_modules(given["environment"].get(b"PYTHONPATH", b"")):
                 return
-            if (pid := os.fork()) == 0:
+            if (pid := self._taken(given, files) or os.fork()) == 0:
                 fork_child.become(given, files, self.variables)
+            if not given["waits"]:  # a worker of Ray's
+                self.last, self.due = given, time.monotonic() + _QUIET_S
             self.children[os.pidfd_open(pid)] = pid, connection.dup() if given["waits"] else None
             with suppress(OSError):  # the client has ended: the process is still one of ours
                 connection.sendall(client.NUMBER.pack(pid))
         finally:
             fork_child.close(files)
+
+    def _prepare(self) -> None:
+        """Forks a spare that is like the last worker, unless there is one."""
+        self.due = float("inf")
+        if self.spare is None:
+            own, its = socket.socketpair()
+            with its:
+                if (pid := os.fork()) == 0:
+                    fork_child.wait(its, self.last, self.variables or {})
+            self.spare = pid, self.last, own
+
+    def _taken(self, given: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Makes the spare the process that is asked for, and returns its pid; if it does not suit,
+        ends it, and returns 0."""
+        if self.spare is None:
+            return 0
+        (pid, like, connection), self.spare = self.spare, None
+        connection.settimeout(_REQUEST_WITHIN_S)
+        with connection, suppress(OSError):
+            is_ready = select.select([connection], [], [], 0)[0] and connection.recv(1)
+            if is_ready and all(like[name] == given[name] for name in ("environment", "folder")):
+                client.send_request(connection, given, files)
+                if connection.recv(1):
+                    return pid
+        os.kill(pid, signal.SIGKILL)  # still our child, even if it has ended
+        os.waitpid(pid, 0)
+        return 0
 
 
 def hides_modules(path: bytes) -> bool:

@@ -85,6 +85,13 @@ class Place:
         command = [*self.command, *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
 
+    def spare(self) -> int:
+        """The pid of the process that waits to become the next one."""
+        wait_until(lambda: [*self.folder.glob("ready-*")])
+        [ready] = self.folder.glob("ready-*")
+        ready.unlink()
+        return int(ready.name.partition("-")[2])
+
     def servers(self) -> list[Any]:
         """The servers that run from this folder."""
         server = str(self.folder / "fork_server.py")
@@ -119,10 +126,45 @@ VARIABLES = [
 ]
 
 
+@pytest.fixture
+def sparing(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Place:
+    """A place whose spares load a small module instead of Ray, and write a file when they have."""
+    wait = "        asked, files = received(connection)"
+    changes = {
+        '("ray", "ray.train", "ray.train.torch")': '("fractions",)',
+        "_QUIET_S = 3.0": "_QUIET_S = 0.1",
+    }
+    changes[wait] = f"        open(f'{tmp_path}/ready-{{os.getpid()}}', 'w')\n{wait}"
+    return Place(tmp_path, owner.pid, **changes)
+
+
+def test_a_spare_becomes_the_next_process_if_it_is_like_the_last(sparing: Place):
+    reports = [sparing.run("wait")]
+    for _ in range(2):  # a spare is replaced when it is taken
+        spare = sparing.spare()
+        reports.append(sparing.run("wait"))
+        assert reports[-1]["pid"] == spare
+    assert len({number for each in reports for number in each["random"]}) == 6
+    unlike = sparing.spare()
+    assert sparing.run(env={**os.environ, "RAY_X": "1"})["forked"]  # which Ray reads when loaded
+    assert not alive(unlike)
+    stopped, [server] = sparing.spare(), sparing.servers()
+    os.kill(stopped, signal.SIGSTOP)
+    assert sparing.run(env={**os.environ, "RAY_X": "1"})["pid"] != stopped
+    assert not alive(stopped)
+    last = sparing.spare()
+    server.kill()
+    wait_until(lambda: not alive(last))
+    for each in reports:
+        os.kill(each["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
 @pytest.mark.parametrize("variables", VARIABLES)
 def test_a_forked_process_behaves_like_one_started_by_python(
-    place: Place, tmp_path: Path, variables: str
+    sparing: Place, tmp_path: Path, variables: str, is_spare: bool
 ):
+    place = sparing
     folder = tmp_path / "work"
     folder.mkdir()
 
@@ -147,6 +189,9 @@ def test_a_forked_process_behaves_like_one_started_by_python(
     }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     answers = []
+    if is_spare:
+        place.run(**{**options, "stdin": subprocess.DEVNULL})
+        spare = place.spare()
     for command in (place.command, [sys.executable, place.command[-1]]):
         with subprocess.Popen([*command, "x", "ü"], **pipes, **options) as process:
             out, errors = process.communicate(b"typed", timeout=60)
@@ -154,6 +199,7 @@ def test_a_forked_process_behaves_like_one_started_by_python(
         answers.append((json.loads(out), process))
     (forked, _), (usual, plain) = answers
     assert forked["same"] == usual["same"]
+    assert not is_spare or forked["pid"] == spare
     assert forked["same"]["input"] == "typed"
     assert forked["pid"] == forked["group"]  # a session of its own
     assert forked["parent"] == place.servers()[0].pid

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.warm import worker_setup
+from raytrain_ddp.ray_backend import worker_setup
 
 ray = pytest.importorskip("ray")
 RAYS = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
