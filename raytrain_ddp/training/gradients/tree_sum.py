@@ -105,7 +105,7 @@ class TreeSum:
         self.add(slot, own)
 
     def start(self) -> None:
-        """Starts sending each rank its part of the subtrees; to be called when all vectors are added."""
+        """Starts sending each rank its part of the subtrees; called when all vectors are added."""
         while self._next < self._mine.stop:
             self._push(self.take())
         size, part, mine = self._world.size, self._part, len(self._sums)
