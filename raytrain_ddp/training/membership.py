@@ -112,8 +112,8 @@ class Membership:
 
     def stop_on_signals(self) -> None:
         """Lets Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1, SIGUSR2)
-        request a checkpoint and a stop from now on. A second signal ends the process at once, except
-        SIGHUP: both the shell and the kernel send one when a terminal is closed."""
+        request a checkpoint and a stop from now on. A second signal ends the process at once, but
+        not SIGHUP: both the shell and the kernel send one when a terminal is closed."""
         numbers = heeded()
 
         def ask(number: int, _: FrameType | None) -> None:

@@ -144,8 +144,10 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
 
 
 def open_arrow(at: Opened, columns: Columns) -> Shard:
-    """Opens an Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Record batches are
-    the row groups."""
+    """Opens an Arrow stream, as `datasets` writes it, or an Arrow file (Feather).
+
+    The record batches are the row groups.
+    """
     at.require_local("Arrow")
     with pa.memory_map(at.path) as file:
         size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC

@@ -160,8 +160,9 @@ def _unused(names: Sequence[str], where: str = "") -> ConfigError:
 
 
 class ExactReduction:
-    """Sums gradients as DdpReduction does, but in the order of a tree over all slots, which gives the
-    same bits for any number of workers.
+    """Sums gradients as DdpReduction does, but in the order of a tree over all slots.
+
+    The bits of the sums are the same for any number of workers.
 
     Gradients are exchanged in buckets during the last backward pass: each as soon as its gradients
     are complete and the previous bucket has been sent, so that all ranks use the same order.
