@@ -51,8 +51,13 @@ LIMIT_S = 300
 def main() -> int:
     flags = parser(__doc__, rounds=3)
     flags.add_argument("--millions", default="25,100", help="of parameters")
-    flags.add_argument("--checkpoints", type=int, default=5, help="of a run; the first: apart")
-    flags.add_argument("--threads", type=int, default=1, help="of the training loop")
+    flags.add_argument(
+        "--checkpoints",
+        type=int,
+        default=5,
+        help="checkpoints of a run; the first is listed by itself",
+    )
+    flags.add_argument("--threads", type=int, default=1, help="torch threads of the training loop")
     args = parse(flags, WAYS)
     if args.quick:
         args.millions, args.checkpoints = "5", 3

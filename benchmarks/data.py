@@ -2,14 +2,14 @@
 
     python benchmarks/data.py [--rounds N] [--only bare,ours-folder] [--out FILE.md]
 
-A random part of 8 to 100 % of the area and of aspect 3/4 to 4/3, resized to 224 x 224 (bilinear,
-antialiased), and mirrored with probability 1/2; batches of 64, as uint8; files in the page cache.
-All but `folder-pil` decode in the fastest known way, so that loaders are compared, not decoders;
-the bare loop does not mirror. Two threads or worker processes, with one
-torch thread in each. Each loader runs in a process of its own.
+The transform is a random crop of 8 to 100 % of the area with an aspect ratio of 3/4 to 4/3, which
+is resized to 224 x 224 (bilinear, antialiased) and mirrored with probability 1/2. A batch has 64
+images, as uint8; the files are in the page cache. All but `folder-pil` decode in the fastest known
+way, so that loaders are compared, not decoders; the bare loop does not mirror. Each loader runs in
+a process of its own, with two threads or worker processes, and one torch thread in each.
 
-- CPU s per 1,000: of the process and all below it
-- first batch: counted from when everything is imported and nothing opened
+- CPU s per 1,000: CPU seconds of the process and all below it, for 1,000 images
+- first batch: seconds from when everything is imported and nothing is opened
 - memory: the proportional set size of all processes, which counts a shared page once
 
 Needs psutil. The images are made once (--cache).
@@ -160,7 +160,7 @@ def decoded(encoded: bytes) -> Any:
 
 
 def bare(folder: Path) -> Iterator[Any]:
-    """The tight loop that no loader can beat: encoded images in memory, memory used again."""
+    """The bare loop, which no loader can beat: images are encoded in memory, buffers are reused."""
     encoded = [file.read_bytes() for file in sorted((folder / "images").glob("*/*.jpg"))]
     kept = [new_batch() for _ in range(8 * WORKERS)]
 
@@ -178,7 +178,7 @@ def bare(folder: Path) -> Iterator[Any]:
 
 
 def data_loader(dataset: Any) -> Iterator[Any]:
-    """DataLoader with two workers; an epoch that does not end while it is measured."""
+    """A DataLoader with two workers, and an epoch that does not end during the measurement."""
     from torch.utils.data import DataLoader, RandomSampler
 
     sampler = RandomSampler(dataset, num_samples=10**6)
@@ -206,12 +206,12 @@ def fast_folder(folder: Path) -> Any:
 
 
 def ours(folder: Path, form: str) -> Iterator[Any]:
-    """What a worker with two CPUs loads; mirrored here, not on a device."""
+    """The batches of a worker with two CPUs, mirrored here instead of on a device."""
     for batch in our_batches(source=str(folder / form), image_size=SIZE):
         for image, is_mirrored in zip(batch["image"], batch["flip"].tolist(), strict=True):
             if is_mirrored:
                 image.copy_(image.flip(-1))
-        if len(batch["image"]) == BATCH:  # but for the last one of an epoch
+        if len(batch["image"]) == BATCH:  # the last batch of an epoch may be smaller
             yield batch["image"]
 
 

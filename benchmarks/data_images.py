@@ -49,7 +49,7 @@ def make_image(place: Path, number: int) -> None:
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = np.inf
     spectrum = draws.standard_normal((3, *frequency.shape, 2)).view(np.complex128)[..., 0]
-    spectrum = 0.35 * spectrum + 0.65 * spectrum.mean(0)  # the colors of a place are alike
+    spectrum = 0.35 * spectrum + 0.65 * spectrum.mean(0)  # the color channels are correlated
     pixels = np.fft.irfft2(spectrum * frequency**-SLOPE, s=(height, width))
     pixels = 115 + 55 * (pixels - pixels.mean()) / pixels.std()
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0).copy())

@@ -114,7 +114,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raytrain-gpu-") as folder:
         machine, _, output = call(work("", "machine", {"tiny": args.tiny}, 60).command, 60)
         if not machine:
-            sys.exit(f"error: there is no GPU that works: {last_error(output)}")
+            sys.exit(f"error: there is no working GPU: {last_error(output)}")
         report.head(machine.split("; "))
         gpus = int(machine.removeprefix("GPUs: ").split()[0])
         images = {"images": images_of(args)}

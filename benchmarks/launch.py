@@ -1,4 +1,4 @@
-"""Launches the same training in seven ways: seconds to the first step, of a step, in all.
+"""Launches the same training in seven ways: seconds to the first step, per step, and in total.
 
     python benchmarks/launch.py [--rounds N] [--only by-hand,fit-standing] [--out FILE.md]
 
@@ -8,7 +8,7 @@ workers with one thread each, SGD with momentum, one epoch, a checkpoint at its 
 Ray runs its workers at niceness 15, torchrun at 0: other load on the machine slows the former more.
 Compare on a quiet machine; "fit under torchrun" shows best what the loop itself costs.
 
-A standing Ray is started before each contender that wants one, with a port and folder of its own,
+A standing Ray is started before each contender that needs one, with a port and folder of its own,
 and ended process by process after it: no other Ray on this machine is touched. Needs psutil.
 """
 
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, contender: str, _: str) -> Mapping[str, float]:
-    """In a folder of its own, with the Ray that it wants."""
+    """Runs a contender in a folder of its own, with the Ray that it needs."""
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as name:
         folder = Path(name)
         with standing_ray(folder, contender) as address:

@@ -1,12 +1,12 @@
-"""From the SIGKILL of one of two workers to the next optimizer step, by phase.
+"""Measures the time from the SIGKILL of one of two workers to the next optimizer step, by phase.
 
     python benchmarks/recovery.py [--rounds N] [--only torchrun,fit-ray] [--out FILE.md]
 
 What is trained is in programs/workload.py, with a checkpoint every few steps; one worker is killed
-from outside once a number of steps is done. All contenders run with the settings that they come
-with: torchrun gets --max-restarts 3, the naive TorchTrainer max_failures = 3, `fit` nothing, as its
-retries are on by default. With --exact, the other worker continues alone until the new one joins,
-as with torchft, which drops the samples of the step, and of the dead worker until then. "All
+from outside once a number of steps is done. All contenders run with their default settings, except
+for retries: torchrun gets --max-restarts 3, and the naive TorchTrainer max_failures = 3; `fit`
+retries by default. With --exact, the other worker continues alone until the new one joins, as with
+torchft, which drops the samples of the step, and those of the dead worker until then. "All
 restarted" is what `fit` does if no worker is replaced alone. torchft takes part if it is installed.
 
 A phase ends when the only new worker, or the later one of two, has reached its mark (with --exact
@@ -15,7 +15,7 @@ and torchft, the worker that continues):
 - started: the death is noticed, workers that do not stay have ended, new processes or forks run
 - task: Python and torch are imported (on Ray, the process group made, too), the task is there
 - model in DDP: the data are opened, the model is built and wrapped
-- loaded: the checkpoint; for `fit` this includes a warm-up pass and the check of each byte
+- loaded: the checkpoint is loaded; with `fit`, after a warm-up pass and the check of each byte
 - first step: the first optimizer step is done; "repeated" counts those that are done again
 """
 
@@ -53,7 +53,7 @@ from series import (
 WORKERS = 2
 STEPS_AFTER = 10  # the kill
 LIMIT_S = 180.0
-CONTINUES_S = 90.0  # and comes to its end: longer is a failure
+CONTINUES_S = 90.0  # time limit from the kill to the end of the run
 TRIES = 3  # of a contender in a round: torchrun's restart does not always succeed
 POLL_S = 0.005
 CONTENDERS = {
@@ -81,7 +81,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Mark:
-    """One line of the file of marks; `rank` of a step only."""
+    """One line of the file of marks; only a step has a `rank`."""
 
     at: float
     pid: int
@@ -112,7 +112,7 @@ def main() -> int:
             f" with a checkpoint every {args.every} steps. A contender that does not continue is"
             f" run again, up to {TRIES} times in a round.",
             series.table(COLUMNS),
-            "Where it goes, in seconds:",
+            "The phases, in seconds:",
             series.table(phases),
         ],
         args.out,
@@ -120,7 +120,7 @@ def main() -> int:
 
 
 def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]:
-    """Trains on for a while after the kill."""
+    """The command of a contender, which trains on for a while after the kill."""
     python, stamps, steps = sys.executable, folder / "stamps", args.steps
     common = ["--steps", str(steps), "--every", str(args.every), "--storage", str(folder)]
     common += ["--stamps", str(stamps)]
@@ -165,7 +165,8 @@ def measure(args: argparse.Namespace, contender: str, _: str) -> Mapping[str, fl
 def kill_one(
     process: subprocess.Popen[bytes], stamps: Path, args: argparse.Namespace
 ) -> tuple[float, set[int]]:
-    """Kills a worker once enough steps are done; (when, the process ids of all by then)."""
+    """Kills a worker once enough steps are done. Returns the time, and the process ids of all
+    workers until then."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         steps = [mark for mark in read(stamps) if mark.name == "step"]
@@ -191,7 +192,7 @@ def read(stamps: Path) -> list[Mark]:
 def reckon(
     contender: str, found: Sequence[Mark], killed_at: float, old: set[int], total: int
 ) -> Mapping[str, float]:
-    """Phases from marks: of each the time at which the later new worker had reached it."""
+    """The seconds of each phase, from the marks. A phase ends with the mark of the later worker."""
     later = sorted((m for m in found if m.at > killed_at), key=lambda mark: mark.at)
     new = {m.pid for m in later if m.name == "step" and m.pid not in old}
     before = [m.at for m in found if m.name == "step" and m.rank == 0 and m.at <= killed_at]

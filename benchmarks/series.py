@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, the machine, the page of results."""
+"""The common parts of the benchmarks: contenders that take turns, and the page of results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Run:
     """One run of one contender in one round.
 
     Args:
-        load: of the machine (1 minute) before it.
+        load: the load average of the machine (1 minute) before the run.
         found: the numbers that it measured, by name.
     """
 
@@ -66,8 +66,8 @@ class Series:
 
     Args:
         contenders: title by name.
-        base: the contender to which ratios are taken.
-        packages: whose versions are listed, besides torch and Ray.
+        base: the contender that the ratios refer to.
+        packages: packages whose versions are listed, besides torch and Ray.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Series:
         cases: Sequence[str] = ("",),
         tries: int = 1,
     ) -> None:
-        """Runs each contender once in each round, every round beginning with another one: a machine
-        that is busy for a while then disturbs all of them.
+        """Runs each contender once in each round. Each round begins with another one, so that a
+        machine that is busy for a while disturbs all of them.
 
         Args:
             work: (contender, case) -> what was measured.
@@ -122,7 +122,7 @@ class Series:
         return True
 
     def table(self, columns: Sequence[Column], case: str = "") -> str:
-        """A row for each contender of that case: medians over the rounds (min .. max)."""
+        """A table of the contenders of that case: medians over the rounds (min .. max)."""
         head = [""]
         for column in columns:
             head += [column.title, *(["ratio"] if column.has_ratio else [])]
@@ -169,12 +169,12 @@ class Series:
 
 
 def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """With the flags that all benchmarks have."""
+    """A parser with the flags that all benchmarks have."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--rounds", type=int, help=f"[{rounds}, --quick: 1]")
-    made.add_argument("--only", help="some of the contenders, with commas between them")
+    made.add_argument("--only", help="some of the contenders, separated by commas")
     made.add_argument("--quick", action="store_true", help="one small round: does it run?")
     made.add_argument("--out", type=Path, help="the page of results, Markdown")
     made.set_defaults(usual_rounds=rounds)
@@ -194,7 +194,8 @@ def parse(made: argparse.ArgumentParser, contenders: Mapping[str, str]) -> argpa
 
 
 def environment() -> dict[str, str]:
-    """The same for all: one thread per worker, compiled bytecode, no Ray that happens to run."""
+    """The environment of all contenders: one thread per worker, compiled bytecode, and no Ray that
+    happens to be running."""
     left_out = {"PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS", "RAY_TMPDIR"}
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**env, **RAY_AUTH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -207,7 +208,7 @@ def import_all_once() -> None:
 
 
 def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """A command in a session of its own; what it says goes to `log`."""
+    """Starts a command in a session of its own; its output goes to `log`."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,
@@ -261,7 +262,7 @@ def torchrun(workers: int, *flags: str) -> list[str]:
 
 
 def fit_flags(steps: int, stamps: Path, storage: Path) -> list[str]:
-    """`fit` with what programs/by_hand.py trains."""
+    """The arguments of `fit` that train what programs/by_hand.py trains."""
     return [
         *("-m", "raytrain_ddp.fit", "--name", "run", "--storage", str(storage)),
         *("--task", f"{PROGRAMS / 'task.py'}:Made"),

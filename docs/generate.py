@@ -81,7 +81,7 @@ def configuration(_: str) -> str:
 
 
 def commands(_: str) -> str:
-    """A line about each, then a section for each: what it is for, and its own flags."""
+    """A table of all commands, then a section for each: its purpose and its own flags."""
     rows = "".join(f"| [`{name}`](#{name}) | {cell(about)} |\n" for name, about in COMMANDS.items())
     parts = [f"| command | what it does |\n| --- | --- |\n{rows}"]
     for name in COMMANDS:
@@ -157,10 +157,10 @@ MAKERS: dict[str, Callable[[str], str]] = {
 
 
 def made(text: str) -> str:
-    """A page with what its markers stand for."""
+    """The page with its markers replaced."""
     return MARKER.sub(lambda found: MAKERS[found[1]](found[2]).strip("\n"), text)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs."""
+    """Fills in a page; mkdocs calls this."""
     return made(markdown)

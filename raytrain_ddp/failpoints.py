@@ -43,7 +43,7 @@ SITES = frozenset(
         "train.after_step",
         "train.log",  # a log line is due, the ranks' times are not gathered yet
         "train.compare",  # the weights of the ranks are about to be compared
-        "train.report",  # the run has ended, Ray Train is told of it
+        "train.report",  # the run has ended, nothing is reported to Ray Train yet
         "evaluate",
         "checkpoint.snapshot",  # the copy on the host is complete, nothing is written
         "checkpoint.begin",  # the folder exists and is empty

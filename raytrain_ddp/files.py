@@ -19,7 +19,7 @@ _READ_BYTES = 2**20
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """With the home folder for ``~`` or ``~user``.
+    """The path with the home folder in place of ``~`` or ``~user``.
 
     Raises:
         ConfigError: there is no such user, or it is a URI.

@@ -101,7 +101,7 @@ def _encoded(value: Any) -> dict[str, Any]:
 
 
 def _decoded(kind: type[T] | None, record: Mapping[str, Any]) -> T | None:
-    """None for an unknown kind, or where a field without a default is missing."""
+    """The record; None if its kind is unknown, or a field without a default is missing."""
     if kind is None:
         return None
     values: dict[str, Any] = {}

@@ -30,7 +30,8 @@ def main() -> None:
 
 
 def launch() -> None:
-    """The lighthouse has the defaults of torchft_lighthouse, but one replica may train alone."""
+    """Starts the lighthouse and the replicas. The lighthouse has torchft_lighthouse's defaults, but
+    one replica may train alone."""
     lighthouse = LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=100
     )
@@ -43,7 +44,7 @@ def launch() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """As torchft's example train_ddp.py."""
+    """Trains as torchft's example train_ddp.py does."""
     watch(args.stamps, args.replica)
     torch.manual_seed(SEED)
     model = mlp()

@@ -1,4 +1,4 @@
-"""Contender "naive": the loop in a TorchTrainer with retries, as Ray's documentation has it."""
+"""Contender "naive": the loop in a TorchTrainer with retries, as in Ray's documentation."""
 
 from __future__ import annotations
 

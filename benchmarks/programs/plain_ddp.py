@@ -25,7 +25,7 @@ def main(slots: int, micro_batch: int, steps: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9, nesterov=True)
     images, labels = torch.randn(micro_batch, 3, 8, 8), torch.arange(micro_batch) % 10
     own = len(range(rank * slots // size, (rank + 1) * slots // size))
-    records = []  # as in the log of fit
+    records = []  # the same as in the log of fit
     for _ in range(steps):
         optimizer.zero_grad()
         for slot in range(own):

@@ -1,4 +1,4 @@
-"""What the contenders of launch.py and recovery.py train, and the marks on the way. Plain torch."""
+"""The training of the contenders of launch.py and recovery.py, and its marks. Plain torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 SEED = 0
 FEATURES, CLASSES = 768, 10
-MICRO_BATCH = 32  # samples of one worker and step
+MICRO_BATCH = 32  # samples of a worker in a step
 LR, MOMENTUM = 0.01, 0.9
 
 
 def parse(doc: str | None) -> argparse.Namespace:
-    """The arguments of all programs."""
+    """Parses the arguments of all programs."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps between checkpoints")
     parser.add_argument("--storage", type=Path, required=True)
     parser.add_argument("--stamps", required=True)
-    parser.add_argument("--address", default="local", help="of Ray")
-    parser.add_argument("--replica", type=int, help="of torchft")
+    parser.add_argument("--address", default="local", help="address of a Ray")
+    parser.add_argument("--replica", type=int, help="number of a replica of torchft")
     return parser.parse_args()
 
 
 def mlp() -> nn.Sequential:
-    """24.1 M parameters; (n, FEATURES) -> (n, CLASSES)."""
+    """A network of 24.1 M parameters, (n, FEATURES) -> (n, CLASSES)."""
     return nn.Sequential(
         nn.Linear(FEATURES, 4096),
         nn.ReLU(),
@@ -84,7 +84,7 @@ class Loop:
         self._optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
 
     def save(self, file: Path) -> None:
-        """Whole or not at all."""
+        """Saves the state, atomically."""
         state = {
             "step": self._step,
             "model": self._model.state_dict(),
@@ -116,11 +116,17 @@ class Loop:
 
 @functools.cache
 def watch(path: str, replica: int | None = None, by_hook: bool = True) -> Callable[..., None]:
-    """From now on, this process appends its marks to a file, a line ``TIME PID MARK [RANK]`` each:
-    when it was started, and is here; when the model is in DDP, a state is loaded, and each
-    optimizer step done: by torch's own hook, or by calls of the function that is returned.
+    """Makes this process append marks to a file from now on, as lines ``TIME PID MARK [RANK]``.
 
-    The monotonic clock is the same for all processes of a machine.
+    The marks are "started" and "here" (this call), "ddp" (the model is wrapped), "loaded" (a state
+    is loaded), and "step" (an optimizer step is done). TIME is in seconds, on the monotonic clock,
+    which is the same for all processes of a machine.
+
+    Args:
+        by_hook: whether torch's own hook marks the steps.
+
+    Returns:
+        A function that marks a step, for loops without the hook.
     """
 
     def mark(name: str, at: float = 0.0) -> None:
@@ -152,6 +158,6 @@ def watch(path: str, replica: int | None = None, by_hook: bool = True) -> Callab
 
 
 def _started() -> float:
-    """When the kernel started this process, or its fork, on the monotonic clock."""
+    """The time at which this process was started or forked, in seconds on the monotonic clock."""
     ticks = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
     return int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -54,7 +54,7 @@ def setting(default: Any, **facts: Any) -> Any:
         of_loop: the training loop reads the field; the others in its section are for the task.
         path: what kind of path the value is; see paths.py.
         metavar: how the help shows the value.
-        aka: what other trainers call it, where that does not look like its name; for suggestions.
+        aka: the names that other trainers use, if they do not resemble its own; for suggestions.
     """
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: {**default}, metadata=facts)
@@ -200,7 +200,7 @@ def described(kind: Any) -> str:
 
 
 def as_text(value: str | bool | int | float | None) -> str:
-    """As the value is written on a command line."""
+    """The value as it is written on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

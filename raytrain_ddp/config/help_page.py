@@ -70,7 +70,7 @@ def help_of(flag: Flag) -> str:
 
 
 def default_of(flag: Flag) -> str:
-    """As it would be typed; empty if there is none, or if the help says what None means."""
+    """The default as it would be typed; empty if there is none, or if the help explains None."""
     value = flag.default
     if value is None or value is MISSING or value is False or value in ("", (), {}):
         return ""

@@ -116,13 +116,13 @@ def _own_text(value: Any) -> str | None:
 
 
 def _is_array(value: Any) -> bool:
-    """Of NumPy, pandas, or torch."""
+    """Whether a value is an array, table or tensor of NumPy, pandas, or torch."""
     kinds = {f"{k.__module__.partition('.')[0]}.{k.__name__}" for k in type(value).__mro__}
     return not kinds.isdisjoint(_ARRAYS)
 
 
 def _values(value: Any) -> Any:
-    """Of an array: one-dimensional, evenly chosen."""
+    """Evenly spaced values of an array, one-dimensional."""
     import numpy as np
 
     if hasattr(value, "detach"):
@@ -160,7 +160,7 @@ def _parts(value: Any, is_task: bool) -> Iterable[tuple[str, Any]]:
 
 
 def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
-    """What its functions hold, and its other attributes."""
+    """The values that a class's functions hold, and its other attributes, by name."""
     found: list[tuple[str, Any]] = []
     for name, value in sorted(vars(kind).items()):
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)

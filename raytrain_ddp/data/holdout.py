@@ -63,8 +63,8 @@ class HoldoutPart(ImageSource):
     Its blocks are those of the source without the other rows.
 
     Args:
-        rows: of the source, ascending.
-        identity: says for the fingerprint which rows these are.
+        rows: their numbers in the source, ascending.
+        identity: identifies these rows in the fingerprint.
     """
 
     def __init__(self, source: ImageSource, rows: Rows, identity: str) -> None:

@@ -132,7 +132,7 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
 
 
 def _run_state(run: NamedRun, branch: Branch | None) -> str:
-    """What would become of the run."""
+    """Says whether the run would be created, resumed, or found complete."""
     state = "would be created"
     if run.manifest is not None:
         done = is_complete(run.config, run.manifest)
@@ -143,8 +143,8 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
 
 
 def _tried(build: Build) -> tuple[int, list[str]]:
-    """Rehearses a new run and warms up each turn with small batches; returns the size of a
-    checkpoint in bytes, 0 if it is unknown, and notes."""
+    """Rehearses a new run, and warms up each turn with small batches. Returns the size of a
+    checkpoint in bytes (0 if unknown), and notes."""
     from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.rehearsal import rehearse, rehearse_evaluation

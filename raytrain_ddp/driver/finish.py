@@ -104,7 +104,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
 def run_summary(
     config: TrainConfig, result: FitResult, flags: str = ""
 ) -> tuple[str, list[tuple[str, str]]]:
-    """What stood most in the way of computing; and (title, path or command) for the end of a run.
+    """The main bottleneck, and (title, path or command) of each line at the end of a run.
 
     Args:
         flags: added to each training command, as ``--local``.

@@ -1,4 +1,4 @@
-"""The result of `fit`, and whom a run is shown to."""
+"""The result of `fit`, and the listener that shows a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Listener:
         """Takes in one event, also from the thread that commits checkpoints."""
 
     def draw(self, run: Storage, name: str) -> None:
-        """Draws what a finished run's folder has besides its log; called by the run's owner.
+        """Draws the pictures in a finished run's folder; called by the process that owns the run.
 
         Raises:
             OSError: it cannot be written.
@@ -90,9 +90,9 @@ class Listener:
     def summary(
         self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Tells the end of a run.
+        """Shows the end of a run.
 
         Args:
-            limit: what stood most in the way of computing.
+            limit: the main bottleneck, as text.
             more: (title, path or command).
         """

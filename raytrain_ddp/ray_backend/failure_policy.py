@@ -12,7 +12,7 @@ the driver knows whether the run makes progress:
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
 - Workers that die together, before the others have gone on, are one failure.
-- Preemptions are no failures.
+- Preemptions do not count as failures.
 """
 
 from __future__ import annotations

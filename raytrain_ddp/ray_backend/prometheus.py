@@ -47,8 +47,8 @@ class Value(NamedTuple):
 
     Args:
         text: its description.
-        of: the attribute that it is, by kind of event; else, `PrometheusMetrics` computes it.
-        tags: besides "run".
+        of: the attribute with the value, by kind of event; empty: it is computed.
+        tags: the tags besides "run".
     """
 
     text: str
@@ -92,10 +92,10 @@ GAUGES = {
         "Model FLOPs utilization, 0 to 1, where the GPU's peak is known.", {Timing: "mfu"}
     ),
     "flops_per_second": Value(
-        "Of a rank, matrix products and convolutions only.", {Timing: "flops_per_s"}
+        "FLOP/s of a rank, of matrix products and convolutions only.", {Timing: "flops_per_s"}
     ),
     "peak_memory_bytes": Value(
-        "Of any rank: of its GPU's tensors, or of its process.", {Timing: "peak_memory_bytes"}
+        "Highest of all ranks: tensors on the GPU, or the process.", {Timing: "peak_memory_bytes"}
     ),
     "slowest_rank_ratio": Value(
         "Own work of the rank that waits least, as a multiple of the median; 0: not the slowest.",

@@ -35,21 +35,21 @@ _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
 _LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
-_HELD_LONGER_S = 60.0  # beyond the announced end of a node
+_HELD_LONGER_S = 60.0  # how much longer than the announced end of a node
 
 
 class RayMembership(Membership):
-    """Ray Train places the workers, and learns nothing of the checkpoints.
+    """Connects a worker on Ray with the others. Ray Train learns of checkpoints only at the end.
 
     Args:
         mailbox: handle of the Mailbox actor.
         threads: CPUs of the worker.
         look_every_s: how often to check for preemption notices; 0: never.
-        place: in the generations; None: in Ray Train's process group, where all are restarted if
-            one dies.
+        place: the place in the generations; None: the worker is in Ray Train's process group,
+            where all workers restart if one dies.
 
     Attributes:
-        step: the current one; None before the first.
+        step: the current step; None before the first.
     """
 
     only_main_asks = True

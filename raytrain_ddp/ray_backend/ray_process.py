@@ -111,7 +111,7 @@ class _Letter(NamedTuple):
 
 
 def _received(own: Connection) -> _Letter | None:
-    """None: the process has ended."""
+    """The next letter; None if the process has ended."""
     with suppress(EOFError, OSError):
         return _Letter(*own.recv())
     return None

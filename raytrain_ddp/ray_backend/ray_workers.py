@@ -49,12 +49,12 @@ class RayWorkers:
     NCCL, that needs `scaling.replace_workers` and a `scaling.hang_s` that ends hanging collectives.
 
     Args:
-        layout: as it is configured. With MIN:MAX, as many as there is room for are started.
+        layout: the configured layout. With MIN:MAX, as many workers start as there is room for.
         given: what each worker receives, without `least` and `size`.
 
     Attributes:
-        size: how many there are at first, if those that die are replaced; else 0.
-        least_left: how many go on without the others while there is no room for these; 0: none.
+        size: how many workers there are at first, if dead ones are replaced; else 0.
+        least_left: how many continue without the others while there is no room for these; 0: none.
         notes: what the user should know.
     """
 
@@ -186,7 +186,7 @@ class _SingleWorkers:
         self._training: dict[Any, int] = {}  # pending answer -> rank
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Starts those of the ranks that there are not; reports deaths."""
+        """Starts those of these ranks that have no actor, and reports deaths."""
         for rank in ranks:
             since_s = time.monotonic() - self._started_at.get(rank, -math.inf)
             if rank not in self._actors and since_s > _AGAIN_S:

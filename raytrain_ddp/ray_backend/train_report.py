@@ -24,15 +24,15 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
 
 REPORT_S = 10.0
-"""How long a run that has ended waits for Ray Train at most."""
+"""The longest time in seconds that a run that has ended waits for Ray Train."""
 
 
 class RunFiles(pafs.FSSpecHandler):  # type: ignore[misc]
-    """A storage as Ray Train sees it: it reads checkpoints there, and whatever it writes, creates
-    or deletes is in the memory of its process.
+    """The storage as Ray Train sees it. It reads checkpoints there; whatever it writes, creates or
+    deletes is in the memory of its process.
 
     Args:
-        uri: of the storage, opened when a checkpoint is first read.
+        uri: the URI of the storage, which is opened when a checkpoint is first read.
     """
 
     def __init__(self, uri: str) -> None:
@@ -70,8 +70,12 @@ class RunFiles(pafs.FSSpecHandler):  # type: ignore[misc]
 
 
 def train_and_report(given: Mapping[str, Any]) -> None:
-    """The train function of the TorchTrainer, which passes it the settings of a worker, and the
-    run's files. All workers that Ray Train knows take part in the report."""
+    """Trains on a worker of the TorchTrainer, then reports the end of the run. All workers that
+    Ray Train knows take part in the report.
+
+    Args:
+        given: "given", the settings of the worker, and "files", the `RunFiles` of the run.
+    """
     train_on_worker({"given": given["given"]})
     report = threading.Thread(target=_report, args=(given["given"], given["files"]), daemon=True)
     report.start()  # after the driver has the outcome, which nothing here can change
@@ -97,7 +101,7 @@ def _report(given: WorkerSettings, files: Any) -> None:
 
 
 def _committed(run: Storage) -> list[tuple[str, dict[str, float]]]:
-    """Path and metrics of the best checkpoint, unless it is the last one, and of the last one."""
+    """Paths and metrics of the best checkpoint, unless it is the last one, and of the last one."""
     names = checkpoint_store(run).names()
     bests = [record.step for record in read_log(run) if isinstance(record, Eval) and record.best]
     best = [name for name in names[1:] if name.step in bests[-1:]]

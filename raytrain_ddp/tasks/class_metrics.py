@@ -1,4 +1,4 @@
-"""Metrics of the built-in task that torchmetrics lacks. Imports torchmetrics: seconds."""
+"""Metrics that the built-in task needs and torchmetrics lacks. Importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 
 class R2(R2Score):
-    """nan for a single row, for which torchmetrics raises an error."""
+    """R2Score that is nan for a single row, where torchmetrics raises an error."""
 
     def compute(self) -> Tensor:
         value: Tensor = super().compute() if self.total > 1 else self.residual * torch.nan
@@ -18,8 +18,8 @@ class R2(R2Score):
 
 
 class MeanAveragePrecision(MultilabelAveragePrecision):
-    """The mean over the labels that some rows have; torchmetrics counts another one as 0. nan if
-    there is none."""
+    """The mean over the labels that some rows have; nan if there is none. torchmetrics would count
+    the other labels as 0."""
 
     def __init__(self, labels: int) -> None:
         super().__init__(labels, average=None, validate_args=False)

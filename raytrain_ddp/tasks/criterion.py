@@ -32,7 +32,7 @@ class Criterion:
 
     Attributes:
         kind: what outputs are compared with: a class, or `data.target_columns`.
-        monitor, goal: of its metrics.
+        monitor, goal: the metric that decides which evaluation is the best, and its direction.
 
     Raises:
         ConfigError: the loss cannot use the kind of targets.
@@ -66,8 +66,8 @@ class Criterion:
     def each(self, logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
         """The loss of each sample, (n,), without class weights; that of evaluation.
 
-        Binary cross entropy is timm's (Wightman et al. 2021, ResNet strikes back), the focal loss
-        that of Lin et al. 2017 over a softmax.
+        Binary cross-entropy is timm's (Wightman et al. 2021, ResNet strikes back); the focal loss
+        is that of Lin et al. 2017 over a softmax.
         """
         name = self._config.name
         if self.kind != "classes":
@@ -82,7 +82,7 @@ class Criterion:
         return functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
 
     def metrics(self, outputs: int) -> dict[str, Metric]:
-        """New metrics, "loss" among them, of so many classes, labels or numbers."""
+        """New metrics, "loss" among them, for this number of classes, labels or numbers."""
         from torchmetrics import MeanAbsoluteError, MeanMetric  # takes seconds to import
         from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
@@ -94,7 +94,7 @@ class Criterion:
             f1 = MultilabelF1Score(outputs, validate_args=False)
             return {"loss": loss, "mean_ap": MeanAveragePrecision(outputs), "f1": f1}
         if self.kind == "numbers":
-            # In double precision: a variance is a small difference of sums of squares.
+            # These need double precision: a variance is a small difference of sums of squares.
             mae, r2 = (each.set_dtype(torch.float64) for each in (MeanAbsoluteError(), R2()))
             return {"loss": loss, "mae": mae, "r2": r2}
         tops = {
@@ -105,7 +105,7 @@ class Criterion:
         return {"loss": loss, **tops}
 
     def counts(self, outputs: int) -> Metric:
-        """tp, fp, tn, fn and support of each class or label, shape (classes, 5).
+        """A metric: tp, fp, tn, fn and support of each class or label, shape (classes, 5).
 
         Raises:
             ConfigError: the targets are numbers.
@@ -114,7 +114,7 @@ class Criterion:
 
         if self.kind == "numbers":
             raise ConfigError("data.target_columns are numbers, which have no classes.")
-        # Also of classes: MulticlassStatScores has a table of all pairs of them.
+        # For classes, too: MulticlassStatScores would make a table of all pairs of classes.
         return MultilabelStatScores(outputs, average=None, validate_args=False)
 
     def update(self, metrics: Mapping[str, Metric], logits: Tensor, labels: Tensor) -> None:

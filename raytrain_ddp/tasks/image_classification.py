@@ -44,7 +44,7 @@ class ImageClassification(Task):
 
     @classmethod
     def without_data(cls, config: TrainConfig, class_names: Sequence[str]) -> ImageClassification:
-        """For the model and predictions of a checkpoint, wherever its data are."""
+        """Makes the task for the model and predictions of a checkpoint, wherever its data are."""
         task = cls.__new__(cls)
         task._begin(config)
         task.class_names = [*class_names]
@@ -106,11 +106,11 @@ class ImageClassification(Task):
         return self._criterion.predicted(self.logits(model, batch).float())
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of the batch's "image", uint8 (n, 3, h, w); float (n, classes)."""
+        """The logits of the batch's "image", uint8 (n, 3, h, w) -> float (n, classes)."""
         return self._logits(model, self._inputs(batch))
 
     def _logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Shape (n, classes).
+        """The logits, shape (n, classes).
 
         Raises:
             ConfigError: the model takes images of another size, or returns something else.

@@ -138,7 +138,7 @@ def _of_library(config: ModelConfig) -> str:
 
 
 def _needed_arguments(model: str, weights: str) -> dict[str, Any]:
-    """What torchvision's builders themselves set with its weights."""
+    """The arguments that torchvision's builders set themselves for these weights."""
     if weights and model in ("googlenet", "inception_v3"):
         return {"transform_input": True}
     if weights and model.startswith(("vit_", "maxvit")):
@@ -170,8 +170,8 @@ def _state_of_library(config: ModelConfig, weights: str) -> State:
 
 @contextmanager
 def _downloads(given: str, place: str) -> Iterator[None]:
-    """For one process of a node at a time: the others find its files. Raises PreflightError if what
-    is called in this context fails."""
+    """Lets one process of a node download at a time: the others find its files. Raises
+    PreflightError if what is called in this context fails."""
     lock = f"{tempfile.gettempdir()}/raytrain-downloads-{os.getuid()}.lock"
     try:
         with open(lock, "w") as held:
@@ -180,7 +180,7 @@ def _downloads(given: str, place: str) -> Iterator[None]:
     except Exception as error:  # of the network, as the Hub's libraries raise many kinds
         reason = " ".join(str(error).split())
         raise PreflightError(
-            f"{given}: {place} cannot be downloaded ({reason}). Or download the file elsewhere, "
+            f"{given}: {place} cannot be downloaded ({reason}). Download the file elsewhere, "
             "and set model.weights to it."
         ) from error
 
@@ -248,7 +248,7 @@ def _begin(
         misfits = _some([key for key in new if key in body], own, state)
         raise ConfigError(
             f"{_field(config)}: only {share:.0%} of the parameters of {config.name} outside its "
-            f"head fit. Not there, of another shape or type: {misfits}."
+            f"head fit. Missing, or of another shape or type: {misfits}."
         )
     if lost := nonfinite(model):
         raise ConfigError(f"{_field(config)}: not finite (NaN, inf): {first_names(lost, _NAMED)}.")
@@ -270,7 +270,7 @@ def _field(config: ModelConfig) -> str:
 
 
 def _some(names: Sequence[str], of: State, other: State) -> str:
-    """The first names, with their shapes and the other ones: ``fc.bias (5, there 1000)``."""
+    """The first names, with their shapes and the shapes in `other`: ``fc.bias (5, there 1000)``."""
 
     def shape(tensor: Tensor) -> str:
         return "x".join(map(str, tensor.shape)) or "1"

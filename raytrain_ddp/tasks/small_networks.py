@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 class DigitsCNN(nn.Module):
-    """For 8 x 8 digits: four convolution blocks with batch norm, global average pooling, a linear
-    head; 0.13 M parameters."""
+    """A network for 8 x 8 digits: four convolution blocks with batch norm, global average pooling,
+    and a linear head; 0.13 M parameters."""
 
     def __init__(self, classes: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -36,12 +36,12 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 _ATTRIBUTES = ("monitor", "goal", "unit")
 _KNOWN = {*_ARGUMENTS, *_OPTIONAL, *_ATTRIBUTES, "per_class_metrics", "predict", "class_names"}
 _ELSEWHERE = {  # names of other frameworks
-    r"\w*optimizers?": "optimizer(model) returns one or parameter groups, if not as --optim.* says",
+    r"\w*optimizers?": "optimizer(model) replaces --optim.*; it returns one or parameter groups",
     r"\w*schedulers?|lr|learning_rate": (
-        "schedule(step) returns a factor of the learning rate, if not as --schedule.* says"
+        "schedule(step) replaces --schedule.*; it returns a factor of the learning rate"
     ),
     r"on_train_batch_end|on_(after_)?step(_end)?|optimizer_step|after_update|post_step": (
-        "after_step(model, step) follows an update"
+        "after_step(model, step) is called after each update"
     ),
     r"train(ing)?_step|(compute_)?loss(_fn|_function)?|criterion|forward|backward": (
         "training minimizes loss(model, batch)"
@@ -150,7 +150,7 @@ def typed_options(made_by: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_constructor(made_by: Any) -> bool:
-    """Whether it takes the config: all but a class without a constructor of its own."""
+    """Whether it takes the config, as all do except a class without a constructor of its own."""
     if not isinstance(made_by, type):
         return True
     return inspect.getattr_static(made_by, "__init__") is not object.__init__
@@ -214,7 +214,7 @@ def _classes(kind: type) -> list[type]:
 
 
 def _codes(kind: type) -> Iterator[CodeType]:
-    """Of its methods and properties."""
+    """The code of a class's methods and properties."""
     for value in vars(kind).values():
         parts = (getattr(value, name, None) for name in ("fget", "fset", "func"))
         yield from filter(None, map(_code, (value, *parts)))
@@ -226,7 +226,7 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """The names that it reads, and its strings, which may be used with getattr."""
+    """The names that the code reads, and its strings, which may be used with getattr."""
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):
             yield from _used(step.argval)

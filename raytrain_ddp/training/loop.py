@@ -99,7 +99,7 @@ def take_part(
 
     Args:
         make: makes the parts of the run; receives whether this process has a state.
-        build: those that it has made already.
+        build: the parts that it has made already, if any.
 
     Returns:
         How the run has ended; None if it ended without this process.

@@ -30,8 +30,8 @@ class Requests(NamedTuple):
 
     Args:
         stop: the number of the signal that stops the run, else 0.
-        save: a checkpoint, even if none is due.
-        look: that all ranks check together what none can see alone; see `Membership.look`.
+        save: whether to make a checkpoint, even if none is due.
+        look: whether all ranks check together what none can see alone; see `Membership.look`.
     """
 
     stop: int = 0
@@ -40,8 +40,8 @@ class Requests(NamedTuple):
 
 
 class Membership:
-    """This process among those that train together: what it is told by them and by the user, and
-    what it tells.
+    """Connects this process with those that train together, and with the user: it passes on their
+    requests, and the events of the training.
 
     Args:
         show: receives each event of rank 0, also from the committing and watching threads.
@@ -111,9 +111,9 @@ class Membership:
         """
 
     def stop_on_signals(self) -> None:
-        """From now on, Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
-        SIGUSR2) request a checkpoint and a stop; a second signal ends the process at once. A second
-        SIGHUP does not: both the shell and the kernel send one when a terminal is closed."""
+        """Lets Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1, SIGUSR2)
+        request a checkpoint and a stop from now on. A second signal ends the process at once, but
+        not SIGHUP: both the shell and the kernel send one when a terminal is closed."""
         numbers = heeded()
 
         def ask(number: int, _: FrameType | None) -> None:

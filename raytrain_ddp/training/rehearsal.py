@@ -51,16 +51,17 @@ _COPIES = 8  # of the weights on the host: checkpoints, with two moments, and th
 
 
 def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = None) -> int:
-    """Takes two steps of a new run, and the second one again from a checkpoint of the first. If it
-    has other bits, a resumed run would, too. `Task.after_step` is not called.
+    """Takes two steps of a new run, and the second one again from a checkpoint of the first. If its
+    bits differ then, those of a resumed run would, too. `Task.after_step` is not called.
 
-    Without collectives, except that all ranks agree whether to rehearse.
+    All ranks agree whether to rehearse; there are no other collectives.
 
     Args:
         most: the most samples in a batch; None: as many as a slot has.
 
-    Returns the size of a checkpoint in bytes; 0 if there was no rehearsal, as the run is not new or
-    the hosts lack the memory.
+    Returns:
+        The size of a checkpoint in bytes; 0 if there was no rehearsal, because the run is not new
+        or the hosts lack the memory.
 
     Raises:
         TaskError: the task or its optimizer keeps state that checkpoints lack; its state cannot be
@@ -91,7 +92,7 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
         build.state.load(checkpoint)
         again = take_step(build, batch, 1)
     if not config.compute.deterministic and not torch.equal(passed, again):
-        tell(Note("kernels are nondeterministic: what checkpoints lack was not looked for."))
+        tell(Note("nondeterministic kernels: state that checkpoints lack was not looked for."))
     elif not torch.equal(passed, again):
         raise _forgotten(build, batch, buffers)
     elif not torch.equal(weights, _hash(model.parameters())):
@@ -113,18 +114,19 @@ def _available_bytes() -> int:
 
 @contextmanager
 def _without_trace(build: Build) -> Iterator[None]:
-    """Passes that do not change the generators, and are not compiled: outside of DDP, other code
-    would be."""
+    """Keeps the generators, and turns torch.compile off: it would compile other code outside of
+    DDP."""
     eager = torch.compiler.set_stance("force_eager")
     with eager, keeping_generators(build.world.device), naming_remedy():
         yield
 
 
 def take_step(build: Build, batch: Batch, number: int) -> Tensor:
-    """Takes a step with the learning rates of the first one, unless its gradient is not finite.
-    There are no collectives, and one micro-batch.
+    """Takes a step of one micro-batch with the learning rates of the first step, without
+    collectives. A gradient that is not finite is not applied.
 
-    Returns a hash of each loss and gradient, shape (optimizers * (1 + parameters),).
+    Returns:
+        A hash of each loss and gradient, shape (optimizers * (1 + parameters),).
 
     Raises:
         TaskError: the task's optimizer fails.
@@ -156,7 +158,7 @@ def take_step(build: Build, batch: Batch, number: int) -> Tensor:
 
 
 def _hash(tensors: Iterable[Tensor]) -> Tensor:
-    """A hash of each tensor, shape (tensors,); of NaN, whatever its bits are."""
+    """A hash of each tensor, shape (tensors,). All NaNs have the same hash, whatever their bits."""
     held = (each.detach() for each in tensors)
     real = (x.nan_to_num() if x.is_floating_point() and x.itemsize > 1 else x for x in held)
     return torch.cat([fingerprints([each]) for each in real])

@@ -51,7 +51,7 @@ class RunIdentity:
         )
 
     def document(self) -> dict[str, Any]:
-        """For the checkpoint's state.json."""
+        """The part of a checkpoint's state.json that holds this."""
         values = {**asdict(self), "classes": list(self.classes)}
         return {_CODE: dict(values.pop("code")), _KEY: values}
 

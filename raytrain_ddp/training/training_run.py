@@ -86,7 +86,7 @@ class Run:
         self.has_begun = False
 
     def begin(self) -> None:
-        """Starts: what is made already is used, and what is newest is loaded."""
+        """Prepares the training: reuses what is made already, and loads the newest state."""
         build, membership, log = self.build, self.membership, self.log
         build.join(membership.world)
         self.clock = step_timing.Clock(build.world.device)
@@ -117,7 +117,7 @@ class Run:
         self.log.close(failed=False)
 
     def close(self) -> None:
-        """From now on, this process may take as long as it likes."""
+        """Ends the watchdog: from now on, this process is not watched for hangs."""
         if self._watchdog is not None:
             self._watchdog.close()
 

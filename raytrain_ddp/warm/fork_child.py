@@ -64,8 +64,8 @@ def become(given: Mapping[str, Any], files: list[int], variables: Mapping[str, s
 
 
 def wait(connection: socket.socket, given: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-    """Makes this forked process one that has loaded Ray, and becomes the process that is asked for
-    next, which must be like `given`; does not return."""
+    """Loads Ray in this forked process, waits for the next request, which must be like `given`, and
+    becomes the process that it asks for; does not return."""
     try:
         close_all_but({0, 1, 2, connection.fileno()})
         take_environment(given, variables)

@@ -2,8 +2,8 @@
 
 fork_client.py runs it as ``python fork_server.py ADDRESS OWNER [MODULE ...]``. It has no extra
 threads and no CUDA context, and never imports Ray, whose random numbers would then be equal in all
-workers: after each worker, one fork loads Ray and waits to be the next one. It ends when its owner
-ends, and then also ends its forks.
+workers. After each worker, one fork loads Ray and waits to be the next one. The server ends when
+its owner ends, and then also ends its forks.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Server:
     Args:
         variables: added to the environments of the processes; None: refuses all requests.
         children: the processes that live: pidfd -> (pid, where its status goes, if it is wanted).
-        spare: a process that has loaded Ray: its pid, the request it is like, the connection to it.
-        last: the request of the last worker; at `due` it is time for a spare.
+        spare: pid, model request and connection of a process that has loaded Ray and waits.
+        last: the request of the last worker; `due`: the monotonic time to fork a spare like it.
     """
 
     listener: socket.socket

@@ -87,7 +87,7 @@ class FileListing:
         return _answered(outcome, self.source, f"{self.shown}: {name}")
 
     def size_of(self, name: str) -> int | None:
-        """In bytes; None if there is no such file."""
+        """The size of a file in bytes; None if there is no such file."""
         if not self.is_local:
             return self.files.get(name)
         place = f"{self.root}/{name}"

@@ -151,7 +151,7 @@ class Labels:
     is a number, an index into `names`, even if it is written as text.
 
     Args:
-        names: of all classes, in their order.
+        names: the names of all classes, in order.
     """
 
     def __init__(self, names: Sequence[str], named: Sequence[str] | None = None) -> None:
@@ -160,10 +160,10 @@ class Labels:
         indexed = () if any(map(_DIGITS.fullmatch, names)) else names
         indexed = indexed if named is None else named
         self._indexed = {str(index): self._places[name] for index, name in enumerate(indexed)}
-        self._known: dict[Any, int | None] = {}  # by type, too: True == 1
+        self._known: dict[Any, int | None] = {}  # the keys have types, because True == 1
 
     def number(self, label: Any) -> int | None:
-        """None: not a label, or not a known class."""
+        """The class number of a label; None if it is no label, or not a known class."""
         key = (label.__class__, label)
         if key not in self._known:
             name = name_of(label) or ""
@@ -231,9 +231,9 @@ def check_targets(name: str, types: Mapping[str, Any], binary: bool) -> None:
     or one column of lists of labels.
 
     Args:
-        name: of the file, for messages.
+        name: the name of the file, for messages.
         types: the Arrow type of each column.
-        binary: they are labels, which a row has or does not have.
+        binary: whether the targets are labels, which a row has or does not have.
 
     Raises:
         DataError: a column has another type, or there is one label only.
@@ -263,7 +263,7 @@ class Targets:
 
     Args:
         columns: their names.
-        names: of the targets: the columns, or the labels in a column of lists.
+        names: the names of the targets: the columns, or the labels in a column of lists.
         binary: see `check_targets`.
         named: the names of the integers in a column of lists; None: they are names themselves.
     """

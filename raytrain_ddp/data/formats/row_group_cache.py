@@ -50,7 +50,7 @@ class RowGroupCache:
         limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
             that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
         threads: maximum number of blocks read in advance concurrently.
-        used: block -> which of its rows are read at all, shape (rows in the block,).
+        used: block -> whether each of its rows is ever read, shape (rows in the block,).
     """
 
     def __init__(
@@ -168,5 +168,5 @@ class RowGroupCache:
 @dataclass(eq=False)
 class _Kept:
     size_bytes: int  # expected, then measured
-    unread: RowMask  # (rows,), in this pass over the data
+    unread: RowMask  # (rows,): the rows still to be read in this pass over the data
     content: Future[ImageGroup] = field(default_factory=Future)

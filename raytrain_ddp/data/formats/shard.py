@@ -35,13 +35,13 @@ RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's 
 
 
 class Columns(NamedTuple):
-    """What is read from each file, see `DataConfig`.
+    """The columns that are read from each file, see `DataConfig`.
 
     Args:
-        label: "": no labels are read.
+        label: the column with the labels; "": none are read.
         root: folder of the images that a list names; None: that of the list.
-        targets: instead of `label`.
-        binary: the targets are labels, which a row has or does not have.
+        targets: the columns with the targets, read instead of `label`.
+        binary: whether the targets are labels, which a row has or does not have.
     """
 
     image: str
@@ -65,9 +65,9 @@ class RowGroup(NamedTuple):
     """Rows that are read together.
 
     Args:
-        size_bytes: of the columns that are read, uncompressed.
-        image_bytes: of the images' bytes, as stored.
-        images: the columns to read of those in `Shard.images`: not the paths if all have bytes.
+        size_bytes: the size of the columns that are read, uncompressed.
+        image_bytes: the size of the images, as stored.
+        images: the columns of `Shard.images` to read; not the paths if all images have bytes.
     """
 
     rows: int
@@ -80,8 +80,8 @@ class Opened(NamedTuple):
     """Where a file is.
 
     Args:
-        name: without secrets, for messages.
-        image_fs, image_root: where the images are whose paths are given.
+        name: the name for messages, without secrets.
+        image_fs, image_root: the place that the paths of images are relative to.
     """
 
     uri: str
@@ -97,7 +97,7 @@ class Opened(NamedTuple):
         return Opened(uri, name, fs, path, fs, os.path.dirname(path))
 
     def below(self, root: str | None) -> Opened:
-        """With the images of a list in the folder `root`; None: in that of the list."""
+        """This place, with the images of a list in the folder `root`; None: in that of the list."""
         if root is None:
             return self
         fs, folder = open_uri(root)
@@ -123,7 +123,7 @@ class Shard:
         digest: changes if the rows, sizes or offsets of anything in the file change.
         images: the columns of the images: their bytes, their paths, or both.
         class_names: from the ClassLabel feature, if the file has one.
-        path_column: has the paths of images, or their names in an archive; "": there is none.
+        path_column: the column with the paths of images, or their names in an archive; "": none.
         where_in: names a row for messages, from its group and its place there.
         left_out: the names of members of an archive that belong to no sample.
     """

@@ -33,7 +33,7 @@ _FILE_MAGIC = b"ARROW1"
 
 
 def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
-    """A table that is in memory, or mapped into it."""
+    """Makes a shard of a table that is in memory, or mapped into it."""
     starts = [0, *accumulate(group.rows for group in groups)]
 
     def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
@@ -144,8 +144,10 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
 
 
 def open_arrow(at: Opened, columns: Columns) -> Shard:
-    """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
-    the row groups."""
+    """Opens an Arrow stream, as `datasets` writes it, or an Arrow file (Feather).
+
+    The record batches are the row groups.
+    """
     at.require_local("Arrow")
     with pa.memory_map(at.path) as file:
         size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
@@ -185,7 +187,7 @@ _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
 def open_parquet(at: Opened, columns: Columns) -> Shard:
-    """Reads and checks the footer, which is the digest."""
+    """Opens a Parquet file: reads and checks its footer, which is the digest."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)

@@ -52,7 +52,7 @@ Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
 
 def open_tar(at: Opened, columns: Columns) -> Shard:
-    """A tar file by its index, which is made if there is none; its digest is that of the index.
+    """Opens a tar file by its index, which is made if there is none; the digest is the index's.
 
     The image of a sample is its member `image_column`, by default the only one with the suffix of
     an image. Its label is the text of its member `label_column`, by default "cls"; or else the
@@ -122,7 +122,7 @@ def _groups(
     spans: Sequence[tuple[int | None, int | None]], images: tuple[str, ...]
 ) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
-    rows, first, last = 0, math.inf, 0.0  # of a group, and its bytes from header to end
+    rows, first, last = 0, math.inf, 0.0  # rows of the group; where its bytes begin and end
     for offset, size in spans:
         begin = math.inf if offset is None else offset - tarfile.BLOCKSIZE
         end = 0 if offset is None else offset + (size or 0)

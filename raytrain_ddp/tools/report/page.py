@@ -66,8 +66,9 @@ def html_of(**about: Any) -> str:
     """A page as HTML.
 
     Args:
-        about: its ``title``, ``text`` and ``sections``, the state of the run (``badge``), what went
-            ``wrong``, the ``command``, and ``every_s``: it reloads itself so often; 0: never.
+        about: the variables of page.html.j2: ``title``, ``text``, ``sections``, ``badge`` (the
+            state of the run), ``wrong`` (problems), ``command``, and ``every_s``, the seconds
+            after which the page reloads itself (0: never).
     """
     from jinja2 import Environment, PackageLoader
 
@@ -102,7 +103,7 @@ def _figures(run: Run) -> dict[str, Cell]:
     if run.plans:
         over = format_seconds(run.events[-1].wall - run.events[0].wall)
         starts = f"{plural(len(run.plans), 'start')} over {over}"
-        worked_s = run.train[-1].seconds_total if run.train else 0.0  # what is repeated: once
+        worked_s = run.train[-1].seconds_total if run.train else 0.0  # repeated steps count once
         found["time at work"] = Cell(format_seconds(worked_s), small=starts)
         sizes = [str(size) for size, _ in groupby(plan.world_size for plan in run.plans)]
         failures = plural(sum(isinstance(e, Failed) for e, _, _ in run.events), "failure")

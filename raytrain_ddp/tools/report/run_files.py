@@ -110,8 +110,8 @@ class Run:
 
     @property
     def speed(self) -> str:
-        """``1437 images/s``: of all workers, the median of the newest start; of a run that has
-        records."""
+        """The speed of all workers, the median of the newest start, such as ``1437 images/s``. The
+        run must have records."""
         speed = median(record.samples_per_s for record in self.newest or self.train)
         return f"{format_count(speed)} {self.plan.unit}/s"
 

@@ -68,7 +68,7 @@ def report(
         out: the file. Default: report.html in the folder of a single one; else, and for a URI, in
             the current folder.
         predict: show wrong predictions of the best checkpoint, if possible on this machine.
-        every_s: the page reloads itself so often; 0: never.
+        every_s: seconds after which the page reloads itself; 0: never.
 
     Raises:
         ConfigError: there is no such run, or the file cannot be written.

@@ -44,7 +44,7 @@ def tidy(value: Any) -> Any:
 
 def parse_space(words: Sequence[str]) -> list[Dimension]:
     """The dimensions of ``FIELD=VALUES`` words. Whether a config has the fields and takes the
-    values is not checked, but that ranges are of fields with fractions.
+    values is not checked, except that a range needs a field that takes fractions.
 
     Raises:
         ConfigError: a field cannot vary, or its values are wrong.

@@ -68,7 +68,7 @@ class Sweep:
         """Takes over the run of a trial that has ended; returns a line about it.
 
         Args:
-            cause: of its failure, as Tune knows it; "" for none.
+            cause: the cause of its failure, as Tune knows it; "" for none.
         """
         self.over[name], state = self.read(name)
         ended = state.name if state.name in OVER else "stopped"  # it may be about to end

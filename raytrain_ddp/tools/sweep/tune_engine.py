@@ -66,8 +66,8 @@ def run_trials(
     """Runs the trials that are missing on the Ray that this process is connected to.
 
     Args:
-        amounts: of each resource of Ray that a trial takes.
-        goal: of the task.
+        amounts: the amount of each of Ray's resources that a trial takes.
+        goal: "max" or "min": the direction of the task's metric.
         tell: takes a line for each trial that is over.
     """
     base, lease = sweep.base, holder(sweep.folder)

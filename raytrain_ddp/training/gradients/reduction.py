@@ -160,8 +160,9 @@ def _unused(names: Sequence[str], where: str = "") -> ConfigError:
 
 
 class ExactReduction:
-    """As DdpReduction, but in the order of a tree over all slots: the same bits for any number of
-    workers.
+    """Sums gradients as DdpReduction does, but in the order of a tree over all slots.
+
+    The bits of the sums are the same for any number of workers.
 
     Gradients are exchanged in buckets during the last backward pass: each as soon as its gradients
     are complete and the previous bucket has been sent, so that all ranks use the same order.
@@ -326,7 +327,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def in_ddp(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    """The model in DistributedDataParallel; unchanged for a single worker. `broadcast_model`
+    """Wraps the model in DistributedDataParallel, except for a single worker. `broadcast_model`
     synchronizes the weights, and SlotBuffers the buffers."""
     if world.size == 1:
         return model

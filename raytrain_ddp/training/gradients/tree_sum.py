@@ -99,13 +99,13 @@ class TreeSum:
         self._push(vector)
 
     def put(self, slot: int, vector: Tensor) -> None:
-        """As `add`, of a copy."""
+        """Adds a copy of the vector; see `add`."""
         own = self.take()
         own.copy_(vector)
         self.add(slot, own)
 
     def start(self) -> None:
-        """Called when all vectors are added: starts sending each rank its part of the subtrees."""
+        """Starts sending each rank its part of the subtrees; called when all vectors are added."""
         while self._next < self._mine.stop:
             self._push(self.take())
         size, part, mine = self._world.size, self._part, len(self._sums)
@@ -151,7 +151,7 @@ class TreeSum:
         return total[: self._length]
 
     def total(self) -> Tensor:
-        """As `start`, `share` and `finish`, with nothing in between."""
+        """Runs `start`, `share` and `finish` in a row."""
         self.start()
         self.share()
         return self.finish()

@@ -29,7 +29,7 @@ class Profile:
 
     Args:
         run: receives the trace, in Chrome's format, and the slowest operations, as text.
-        clock: notified, as writing the trace takes time.
+        clock: receives a sign of progress, as writing the trace takes time.
         tell: receives a note, on rank 0.
     """
 
@@ -57,7 +57,7 @@ class Profile:
             self._end(self._trace)
 
     def begin_step(self, step: int) -> None:
-        """Called before each step, from 1."""
+        """Starts or ends the trace; called before each step, counted from 1."""
         if not self._left:
             return
         self._clock.mark("data")

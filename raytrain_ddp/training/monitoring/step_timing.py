@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 PHASES = (
     "data",  # waiting for a batch
-    "copy",  # of it to the device, as far as the previous step did not hide it
+    "copy",  # copying it to the device, as far as the previous step did not hide that
     "compute",  # forward and backward
     "communication",  # all-reduces of gradients and buffers that compute did not hide
     "optimizer",
@@ -84,11 +84,11 @@ class Clock:
     for it: "data" is its idle time. On a CPU they are the host's.
 
     Args:
-        device: of the training.
+        device: the device of the training.
 
     Attributes:
         doing: what the host does now; read by the watchdog, in another thread.
-        steps: finished since `start`.
+        steps: the number of steps finished since `start`.
         moved_s: the time of the last progress, by `time.monotonic`.
     """
 
@@ -101,7 +101,7 @@ class Clock:
     def start(self) -> None:
         """Starts the clock; earlier time does not count."""
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
-        self._before: dict[str, float] = {}  # when the window began
+        self._before: dict[str, float] = {}  # `seconds` when the window began
         self._started = self._window_started = self.moved_s = time.monotonic()
         self.steps = 0
         self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not yet reached by the device
@@ -110,8 +110,8 @@ class Clock:
             self._last = self._event()
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark was `phase`. May be called by a thread of the backward
-        pass."""
+        """Counts the time since the last mark as `phase`. A thread of the backward pass may call
+        it."""
         self.doing = _NEXT[phase]
         if self._on_gpu:
             self._open.append((phase, self._event()))
@@ -273,8 +273,8 @@ def by_rank(
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
-    """Of a GPU in fp16 or bf16; None if unknown, and for fp32, which is partly TF32."""
-    other = "(?! Ti| D| Laptop)"  # whose peak is another one
+    """The peak of a GPU in fp16 or bf16; None if unknown, and for fp32, which is partly TF32."""
+    other = "(?! Ti| D| Laptop)"  # models with another peak
     name = next((n for n in _PEAKS if re.search(rf"\b{n}\b{other}", device_name)), None)
     if name is None or precision == "fp32" or (precision == "bf16" and name in _FP16_ONLY):
         return None
@@ -282,7 +282,7 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
 
 
 class _NoModules(nullcontext[None]):
-    """Replaces a tracker of modules, with whose hooks `torch.autograd.grad` fails in a loss."""
+    """Replaces a tracker of modules, whose hooks make `torch.autograd.grad` fail in a loss."""
 
     parents = ("Global",)
 
@@ -292,7 +292,7 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
     """Counts floating-point operations: those of matrix products and convolutions.
 
     Args:
-        compiled: parts are compiled, and must run uncompiled here.
+        compiled: whether parts are compiled, which then run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
     try:
@@ -308,7 +308,7 @@ class Stragglers:
     """Collects the slowest rank of each log record.
 
     Args:
-        slots: per step; if they are dealt unevenly, a rank with more of them may take longer.
+        slots: slots per step; if they are dealt unevenly, a rank with more may take longer.
     """
 
     def __init__(self, slots: int, world: World) -> None:
@@ -321,7 +321,7 @@ class Stragglers:
 
         Args:
             slowest: see `summary`; None if there is only one rank.
-            hosts: of all ranks; empty if unknown.
+            hosts: the hosts of all ranks; empty if unknown.
         """
         if slowest is None:
             return None

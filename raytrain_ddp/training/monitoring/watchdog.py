@@ -70,15 +70,15 @@ class RankStatus:
     """The status that a rank publishes when it makes no progress.
 
     Args:
-        rank: in the run.
-        step: the current one, or the last one.
-        collective: the number of the last one that it entered; -1 if unknown.
+        rank: its number in the run.
+        step: the current step, or the last one.
+        collective: the number of the last collective that it entered; -1 if unknown.
         where: ``the all-reduce of step 12 (gradient exchange, collective 345)``, or what it does
             and in which line.
         waits: whether it waits in a collective.
         still_s: seconds since it last made progress.
         patience_s: how long it may take before it counts as a hang.
-        kept: its stacks are written.
+        kept: whether its stacks are written.
     """
 
     rank: int
@@ -92,14 +92,19 @@ class RankStatus:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """Ordered as training reaches these places."""
+        """A key that orders places as training reaches them."""
         return self.step, self.collective, self.where
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A diagnosis: as text, with ranks of the run; and the ranks of the process group that block
-    the others, if they are known."""
+    """A diagnosis.
+
+    Args:
+        text: the diagnosis, with ranks of the run.
+        step: the step in which the ranks hang.
+        ranks: those of the process group that block the others; empty if unknown.
+    """
 
     text: str
     step: int
@@ -262,7 +267,7 @@ class Watchdog:
         return own
 
     def _aged(self, statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
-        """The status of a rank that can no longer report stays, and its patience runs out too."""
+        """Adds the last status of ranks that can no longer report; their patience runs out, too."""
         now_s = time.monotonic()
         for rank, status in statuses.items():
             if rank not in self._heard or self._heard[rank][0] != status:
@@ -379,7 +384,7 @@ def is_compiling(thread: int) -> bool:
     Other threads, such as the loader's, are left alone: they continue while their stacks are read,
     and CPython may then return anything for a frame.
     """
-    dummy = threading._DummyThread  # of no thread of Python's
+    dummy = threading._DummyThread  # stands for a thread that Python did not start
     known = {each.ident for each in threading.enumerate() if not isinstance(each, dummy)}
     frames = [f for ident, f in sys._current_frames().items() if ident not in known - {thread}]
     with suppress(Exception):
@@ -410,7 +415,7 @@ def _in_collective(doing: str, inside: bool) -> tuple[str, bool, int, str]:
     """
     entries: list[dict[str, Any]] = []
     number = -1
-    with suppress(Exception):  # there is no public API
+    with suppress(Exception):  # this is not public API
         number = int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     with suppress(Exception):
         entries = collectives()
@@ -419,7 +424,7 @@ def _in_collective(doing: str, inside: bool) -> tuple[str, bool, int, str]:
         for entry, (kind, _, name) in zip(entries, names, strict=True):
             if kind == "nccl" and entry.get("state") != "completed":
                 return EXCHANGING, True, int(entry.get("collective_seq_id", -1)), name
-        doing = "compute"  # its own kernels
+        doing = "compute"  # the host waits for its own kernels
     waits = inside or doing in (EXCHANGING, AGREEING)
     return doing, waits, number, names[-1][2] if names else ""
 

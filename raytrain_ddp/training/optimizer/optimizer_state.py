@@ -17,13 +17,13 @@ _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that 
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of a `state_dict()`."""
+    """The parameters, in the order of a `state_dict()`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether it skips a step on the device if its `found_inf` is 1: torch's fused ones do. (Not
-    SGD with dampening, whose first step is another one.)"""
+    SGD with dampening, whose first step differs from the others.)"""
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
     knows = of_torch and getattr(optimizer, "_step_supports_amp_scaling", False)
     groups = optimizer.param_groups

@@ -97,7 +97,7 @@ class WeightAverage:
             self._by_type.setdefault(now[name].dtype, []).append(name)
 
     def decay(self, step: int) -> float:
-        """Of `step` (from 1); with a warm-up at most (1 + step) / (10 + step)."""
+        """The decay in `step` (from 1); with a warm-up, at most (1 + step) / (10 + step)."""
         limit = (1 + step) / (10 + step) if self._config.warmup else 1.0
         return min(self._config.decay, limit)
 
@@ -136,7 +136,7 @@ class WeightAverage:
                 torch._foreach_copy_([*now.values()], [own[name] for name in now])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Also by the names of tied weights, and with extra states as they are now."""
+        """The averages, also by the names of tied weights; extra states are the model's own."""
         stored = self._model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self._parameters}
         names |= {id(place.found()): place.name for place in self._buffers}
@@ -151,7 +151,7 @@ Average = OptimizerAverage | WeightAverage
 
 
 def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Average | None:
-    """What is evaluated in place of the model's weights, if anything.
+    """The weights that are evaluated in place of the model's; None if there are none.
 
     Raises:
         ConfigError: there would be two averages, or a trained weight has too few bits.

@@ -39,7 +39,7 @@ SAME_BITS = {
 
 
 def nccl_settings(config: TrainConfig) -> dict[str, str]:
-    """Of a run. Exact runs sum by themselves, and need none for the same bits."""
+    """NCCL's settings for a run. Exact runs sum by themselves, so nothing is pinned for them."""
     pins = config.compute.deterministic and not config.exact
     return ALWAYS | (SAME_BITS if pins else {})
 

@@ -38,9 +38,9 @@ class LiveCheckpoint(ReceivedCheckpoint):
     """A live state in the form of a checkpoint that was never stored.
 
     Args:
-        stored_step: of the newest stored checkpoint; -1: there is none.
+        stored_step: the step of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
-        timer_runs: rank 0's timer of checkpoints goes on.
+        timer_runs: whether rank 0's timer of checkpoints continues.
     """
 
     stored_step: int
@@ -49,8 +49,8 @@ class LiveCheckpoint(ReceivedCheckpoint):
 
 
 class _Progress(NamedTuple):
-    """How far a survivor is: of those at the same step, the one with more log records is ahead.
-    The checkpoint of the best evaluation so far must exist to continue; 0: there is none."""
+    """How far a survivor is. Of those at the same step, the one with more log records is ahead. The
+    checkpoint of `best_step` must exist to continue; 0: there was no evaluation."""
 
     step: int
     records: int
@@ -194,7 +194,7 @@ def _most_advanced(
 
 
 def _digest(mine: Snapshot) -> bytes:
-    """Of the bits of all tensors; the other files have times of this rank."""
+    """A digest of the bits of all tensors; the other files have times of this rank."""
     named = {(stem, name): t for stem, held in mine.tensors.items() for name, t in held.items()}
     every = fingerprints([named[place] for place in sorted(named)])
     return hashlib.sha256(every.numpy().tobytes()).digest()

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 class _File(NamedTuple):
-    """What follows: a file, in chunks. Before each of them its size is sent, and 0 at the end,
-    which may come early, if the file cannot be read."""
+    """Announces a file, which follows in chunks. The size of each chunk precedes it, and a size of
+    0 marks the end, which comes early if the file cannot be read."""
 
     name: str
     size_bytes: int
-    head: bytes  # see `TensorPlaces`; empty: in one piece
+    head: bytes  # see `TensorPlaces`; empty: the file is kept in one piece
     is_first: bool  # of a checkpoint: what was received so far belongs to another
 
 
@@ -76,7 +76,7 @@ class Relay:
         self._send(memoryview(b""))
 
     def agree(self, said: T) -> T:
-        """What the source says, on all ranks, which until then receive what it sends."""
+        """Returns on all ranks what the source says; until then, they receive what it sends."""
         if self._world.rank == self._source:
             for _, work in self._under_way:
                 work.wait()

@@ -90,7 +90,7 @@ class TrainState:
             self._host.reserve(self._named(flatten_state(self.optimizer.state_dict())[0]))
 
     def _named(self, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a snapshot copies."""
+        """The tensors that a snapshot copies, by name."""
         states = {"model": self.model.state_dict(), _OPTIMIZER: optimizer}
         if self.average is not None:
             states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}

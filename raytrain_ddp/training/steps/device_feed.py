@@ -116,8 +116,9 @@ class Feed:
         return plan.samples(slots[0].step % plan.steps_per_epoch)
 
     def _agreed(self, slots: list[Slot]) -> int:
-        """As bad records are skipped, the workers add up what is left; all ranks take part. More
-        than `data.max_bad` of them in an epoch raise DataError, on all ranks in the same step."""
+        """The number of samples left in the step on all workers when bad records are skipped; all
+        ranks take part. Raises DataError on all ranks in the same step if an epoch has more than
+        `data.max_bad` bad records."""
         build, state, step = self._build, self._build.state, slots[0].step
         totals = torch.tensor([sum(s.samples for s in slots), sum(s.planned for s in slots)])
         if build.world.size > 1:

@@ -37,14 +37,14 @@ REMEDY = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm
 
 
 class StepTrace(NamedTuple):
-    """What a step leaves until the host knows whether it was finite; tensors on the device.
+    """Data about a step, until the host knows whether it was finite; tensors are on the device.
 
     Args:
-        step: from 1.
+        step: the number of the step, from 1.
         losses: slot -> loss of shape (), of this worker's slots.
         forward: non-finite if a loss or a buffer is; shape ().
-        norms: of the gradients of the parameters `names`, shape (parameters,).
-        norm: of the whole gradient, shape ().
+        norms: the norms of the gradients of the parameters `names`, shape (parameters,).
+        norm: the norm of the whole gradient, shape ().
         sentinel: name of the parameter whose gradient carries the non-finite losses and buffers.
         unused: see `DdpReduction.unused`.
         is_refused: returns whether the step counts as refused; waits for the device.

@@ -29,12 +29,13 @@ class ReplicaCheck:
         self._state, self._membership = state, membership
 
     def _named(self) -> dict[str, Tensor]:
-        """What is equal on all ranks: not complex buffers, nor types without arithmetic."""
+        """The tensors that are compared, by name: all but complex buffers and types without
+        arithmetic."""
         named = model_tensors(self._state.model)
         return {name: each.detach() for name, each in named.items() if is_merged(each.dtype)}
 
     def follow(self) -> None:
-        """Called at the end of a step; all ranks take part."""
+        """Compares the weights if that is due; called at the end of a step, by all ranks."""
         rank, step = self._membership.world.rank, self._state.step
         turned = failpoint("train.weights", rank, step)  # 1 except in tests
         if turned != 1:

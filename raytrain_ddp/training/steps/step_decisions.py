@@ -179,7 +179,7 @@ class StepDecisions:
         failpoint("train.before_step", self._membership.world.rank, step)
 
     def decide(self, step: int) -> Decision:
-        """What follows `step`, which is computed; all ranks take part and get the same."""
+        """Decides what follows `step`, which is computed; all ranks take part and get the same."""
         failpoint("train.after_step", self._membership.world.rank, step)
         stop, save, end = self._ballot.count()
         due = self._cadence

@@ -22,7 +22,7 @@ THREE = World(0, 3, 0, torch.device("cpu"), 1)
 
 
 def measured(*ranks: Mapping[str, float]) -> torch.Tensor:
-    """Of ten seconds."""
+    """What the ranks have measured in ten seconds."""
     rows = [[10.0, 1000.0, *(each.get(phase, 0.0) for phase in PHASES)] for each in ranks]
     return torch.tensor(rows, dtype=torch.float64)
 

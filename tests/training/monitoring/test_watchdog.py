@@ -20,7 +20,7 @@ from raytrain_ddp.training.runtime.world import World
 
 
 def status(rank: int, **changes: Any) -> RankStatus:
-    """Of a rank that waits in the all-reduce of step 9, beyond its time limit."""
+    """The status of a rank that waits in the all-reduce of step 9, beyond its time limit."""
     usual: dict[str, Any] = {"step": 9, "collective": 40, "waits": True}
     usual |= {"where": "the all-reduce of step 9 (gradient exchange, collective 40)"}
     return RankStatus(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
