@@ -16,7 +16,7 @@ from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, find_checkpoint, with_checkpoint
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
-from raytrain_ddp.errors import CheckpointError, ConfigError, DataError
+from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.evaluate import main
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
@@ -127,5 +127,5 @@ def test_runs_are_found_by_paths_of_pathlib(photos: tuple[str, Path], tmp_path: 
     run = Path(photos[0])
     assert load(run, device="cpu").checkpoint.name == load(str(run), device="cpu").checkpoint.name
     config = TrainConfig(name="self", storage=run.parent, log=LogConfig(tensorboard=False))  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="self"):
+    with pytest.raises(ConfigError, match="self"):
         fit_locally(config, resume_from=run.parent / "self")
