@@ -118,9 +118,8 @@ def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
         unknown = next((each for each in options if each not in takes), "")
         problem = f"has no option {unknown!r}" if unknown else f"cannot be called: {error}"
         own = ", ".join(filter(None, takes)) or "none"
-        raise ConfigError(
-            f"task_options: {name} {problem}.{did_you_mean(unknown, takes)} Its options: {own}."
-        ) from None
+        hint = did_you_mean(unknown, takes) if unknown else ""
+        raise ConfigError(f"task_options: {name} {problem}.{hint} Its options: {own}.") from None
     typed_options(made_by, options)
 
 

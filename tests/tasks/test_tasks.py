@@ -303,3 +303,13 @@ def test_modules_put_in_evaluation_mode_stay_in_it(workers: Group, tmp_path: Pat
         for name in ("rest", "kept"):  # unchanged
             assert found[f"{name}.running_mean"] == found[f"{name}.num_batches_tracked"] == 0
         assert found["norm.num_batches_tracked"] == 4
+
+
+class Needing(TinyTask):
+    def __init__(self, config: TrainConfig, rows: str) -> None:
+        super().__init__(config)
+
+
+def test_a_missing_option_is_named_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match=r"required argument: 'rows'\. Its options: rows\.$"):
+        load_task(TrainConfig(task=Needing))

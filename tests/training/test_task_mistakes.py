@@ -71,6 +71,26 @@ def running_mean(self: Any, model: nn.Module, batch: Batch) -> Tensor:
     return loss * self.running
 
 
+class Lazy(TinyNet):
+    """Makes a buffer when it is first called."""
+
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((), 0.5)
+        return super().forward(x) * self.scale
+
+
+def lazy(self: TinyTask) -> nn.Module:
+    self.made = Lazy()
+    return self.made
+
+
 GENERATOR = random.Random(0)
 
 
@@ -92,6 +112,7 @@ def counting(self: Any, model: nn.Module, batch: Batch) -> Tensor:
     "methods",
     [
         {"model": remembers(None, lambda h, _: ({**(h or {}), 8: torch.arange(8)}, 1))},
+        {"model": lazy},
         {"loss": changes_its_batch},
         {"loss": counting},
     ],
