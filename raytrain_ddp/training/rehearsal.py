@@ -82,10 +82,9 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
     with _without_trace(build):
         size = min(most or build.plan.micro_batch, build.plan.micro_batch)
         batch = build.loader.any_batch(size, config.data.grow_epochs)
-        if any(b is None for each in model.modules() for b in each._buffers.values()):
-            _make_buffers(build, batch)
-            buffers.restore()
-            buffers = SavedBuffers(model)
+        _make_buffers(build, batch)
+        buffers.restore()
+        buffers = SavedBuffers(model)
         start = _stored(build)
         take_step(build, batch, 0)
         buffers.restore()  # unless one has another size now
@@ -111,7 +110,7 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
 
 
 def _make_buffers(build: Build, batch: Batch) -> None:
-    """Calls the loss once: a pass may make buffers that are None, which checkpoints contain."""
+    """Calls the loss once: a first pass may make buffers, which checkpoints contain."""
     optimizer = build.optimizer
     for name in optimizer.named if isinstance(optimizer, Optimizers) else [""]:
         seed_slot(build.world.device, build.config.seed, 0, 0)
