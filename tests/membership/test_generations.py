@@ -144,7 +144,7 @@ def test_fault_49_50_after_a_kill_a_slow_commit_of_rank_0_continues_during_the_n
     """The commit of the best weights so far; with exact, survivors do not wait for the new rank."""
     points = (
         "checkpoint.payload:sleep(8)@step=10;checkpoint.manifest:eio@step=10"
-        ";train.after_step:kill@rank=1,step=12"
+        ";train.after_backward:kill@rank=1,step=13"
     )
     notes = disturbed(forks, exact_alone, tmp_path, points, least=1)
     last = ["Train", TOTAL_STEPS]
