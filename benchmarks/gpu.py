@@ -78,7 +78,6 @@ class Report:
         self._path, self._head = path, f"# On GPUs\n\n- date: {datetime.date.today()}\n"
         self._rows, self._left_out = list[str](), list[str]()
         self.failed = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".log").write_text("")
 
     def head(self, lines: Sequence[str]) -> None:

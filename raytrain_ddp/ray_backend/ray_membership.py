@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import ray
-import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ddp.checkpoint.lease import Owner
@@ -146,6 +145,8 @@ class RayMembership(Membership):
     def look(self) -> None:
         """All ranks take part; raises NewcomerWaits on all or none."""
         if self._place is None:
+            import ray.train
+
             self._notice.look(ray.train.get_preemption_info())
             return
         found = None

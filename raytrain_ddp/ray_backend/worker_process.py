@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 def world_of_worker(threads: int, seat: Seat | None = None) -> World:
     """This worker's world, by Ray Train, or by its seat in a generation."""
-    import ray.train
-
     from raytrain_ddp.training.runtime.world import World
 
     if seat is not None:
         return World(seat.rank, seat.size, seat.local_rank, _device(), threads, seat.ranks)
+    import ray.train  # 0.3 s, which workers that are placed one by one save
+
     context = ray.train.get_context()
     place = context.get_world_rank(), context.get_world_size(), context.get_local_rank()
     return World(*place, _device(), threads)

@@ -38,7 +38,7 @@ from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metrics.metric_states import State, TreeMetrics, require_monitor
-from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.optimizer.several_optimizers import named_optimizers, turns_of
 from raytrain_ddp.training.optimizer.task_optimizer import unfit
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
@@ -111,8 +111,7 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
 
 def _make_buffers(build: Build, batch: Batch) -> None:
     """Calls the loss once: a first pass may make buffers, which checkpoints contain."""
-    optimizer = build.optimizer
-    for name in optimizer.named if isinstance(optimizer, Optimizers) else [""]:
+    for name in named_optimizers(build.optimizer):
         seed_slot(build.world.device, build.config.seed, 0, 0)
         loss_without_backward(build, build.model, batch, name)
 
@@ -143,13 +142,12 @@ def take_step(build: Build, batch: Batch, number: int) -> Tensor:
         TaskError: the task's optimizer fails.
     """
     model, optimizer = build.model, build.optimizer
-    named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
     trained = [each for each in model.parameters() if each.requires_grad]
     for group, rate in zip(optimizer.param_groups, build.rates(0), strict=True):
         group["lr"] = rate
     seed_slot(build.world.device, build.config.seed, number, 0)
     hashes = []
-    for name, each in named.items():
+    for name, each in named_optimizers(optimizer).items():
         loss, _ = loss_without_backward(build, model, batch, name)
         for parameter in trained:  # dense and complete, as sums of gradients are
             parameter.grad = torch.zeros_like(parameter)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
+from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, named_optimizers
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
 
@@ -32,7 +32,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 def options_of(optimizer: Optimizer) -> set[str]:
     """The options that groups have as the optimizer's arguments; the other values are its state."""
-    each = optimizer.named.values() if isinstance(optimizer, Optimizers) else [optimizer]
+    each = named_optimizers(optimizer).values()
     return {name for one in each for name in inspect.signature(type(one)).parameters} - {"params"}
 
 

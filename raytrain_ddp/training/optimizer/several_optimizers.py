@@ -68,6 +68,11 @@ class Optimizers(Optimizer):
             each.step()
 
 
+def named_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Returns the optimizers by name; the name of a single one is ""."""
+    return optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
+
+
 def turns_of(
     task: Task, optimizer: Optimizer, steps: Sequence[int]
 ) -> Callable[[int], Sequence[str]]:

@@ -29,7 +29,7 @@ from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
 from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
-from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.optimizer.several_optimizers import named_optimizers, turns_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
@@ -63,10 +63,9 @@ class Stepper:
         config, optimizer, per_epoch = build.config, build.optimizer, build.plan.steps_per_epoch
         self._build, self._state, self._clock = build, build.state, clock
         self._due = turns_of(build.task, optimizer, steps_to_check(config.total_steps(per_epoch)))
-        named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._turns = {
             name: _Turn(build, membership, clock, refuse, name, each)
-            for name, each in named.items()
+            for name, each in named_optimizers(optimizer).items()
         }
         self._logs = Cadence(config, per_epoch).logs
         self.replica_check = ReplicaCheck(config.scaling, build.state, membership)
