@@ -145,9 +145,9 @@ class RayMembership(Membership):
     def look(self) -> None:
         """All ranks take part; raises NewcomerWaits on all or none."""
         if self._place is None:
-            import ray.train
+            from ray.train import get_preemption_info
 
-            self._notice.look(ray.train.get_preemption_info())
+            self._notice.look(get_preemption_info())
             return
         found = None
         if self.world.is_main:
