@@ -27,6 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests import a million permanent objects; see pytest_collection_finish.
 gc.disable()
 
+# The store of a process group that a test ends would print a stack trace among the dots.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
