@@ -265,16 +265,6 @@ class SweepStop:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Seconds of a step by phase, for each rank; reported for up to MOST ranks."""
-
-    kind: ClassVar[str] = "ranks"
-    MOST: ClassVar[int] = 64
-    step: int
-    split_s: Sequence[Mapping[str, float]]
-
-
-@dataclass(frozen=True)
 class Straggler:
     """A rank that repeatedly slows the others down; `rank` None: there is none anymore."""
 
@@ -308,5 +298,5 @@ class End:
 LogRecord = Train | Eval | Audit
 LOG_RECORDS = (Train, Eval, Audit)
 Trouble = CheckpointFailed | Failed | Preempted | Straggler
-StoredEvent = Plan | Checkpoint | Interval | Note | SweepStop | Ranks | End | Trouble
-STORED_EVENTS = (Plan, Checkpoint, Interval, Note, SweepStop, Ranks, End, *get_args(Trouble))
+StoredEvent = Plan | Checkpoint | Interval | Note | SweepStop | End | Trouble
+STORED_EVENTS = (Plan, Checkpoint, Interval, Note, SweepStop, End, *get_args(Trouble))

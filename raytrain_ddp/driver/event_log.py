@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +20,10 @@ from queue import SimpleQueue
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.events import STORED_EVENTS, Plan, Ranks
+from raytrain_ddp.events import STORED_EVENTS
 from raytrain_ddp.messages import Event
 from raytrain_ddp.records import event_line
 
-# The time of each rank per step comes with each log record: a part is kept, less and less often,
-# about 400 of them in a month.
-_RANKS_EVERY_S, _RANKS_EVERY_SHARE = 5.0, 0.02
 _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
 _LAST_S = 30.0  # time that the end of a run waits for the storage
 
@@ -43,7 +38,7 @@ class EventLog:
     def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
         self._run, self._show = run, show
         # None ends the writer thread.
-        self._orders: SimpleQueue[tuple[str, bool, threading.Event] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[str, threading.Event] | None] = SimpleQueue()
         self._written = threading.Event()  # of the newest order
         self._written.set()
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -51,49 +46,36 @@ class EventLog:
         self._held: list[str] = []  # not written yet
         self._begun = False
         self._file: list[str] | None = None  # all of its lines, if it cannot be appended to
-        self._since, self._ranks_at = time.monotonic(), -math.inf
 
     def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._order("", at_once=True)
+        self._order("")
         self._orders.put(None)
         self._thread.join(_LAST_S)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Plan):
-            self._ranks_at = time.monotonic()  # the first steps are not typical
-        dropped = isinstance(event, Ranks) and self._is_too_much()
         self._show(event)  # storage errors are shown before they are written to that storage
-        if isinstance(event, STORED_EVENTS) and not dropped:
-            self._order(event_line(event), at_once=not isinstance(event, Ranks))
+        if isinstance(event, STORED_EVENTS):
+            self._order(event_line(event))
 
-    def _is_too_much(self) -> bool:
-        """Whether a record of the ranks is one too many now."""
-        now = time.monotonic()
-        pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
-        if now - self._ranks_at < pause_s:
-            return True
-        self._ranks_at = now
-        return False
-
-    def _order(self, line: str, at_once: bool) -> None:
+    def _order(self, line: str) -> None:
         """Queues a line for writing and waits briefly, but not if the storage is already late."""
         is_late = not self._written.is_set()
         self._written = written = threading.Event()
-        self._orders.put((line, at_once, written))
+        self._orders.put((line, written))
         if not is_late:
             written.wait(_WRITE_S)
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            line, at_once, written = order
+            line, written = order
             self._held += [line] if line else []
-            self._write(at_once)
+            self._write()
             written.set()
 
-    def _write(self, at_once: bool) -> None:
+    def _write(self) -> None:
         with suppress(OSError):
             self._begun = self._begun or self._run.exists(CONFIG_FILE)
             if not self._begun:
@@ -105,7 +87,7 @@ class EventLog:
             if self._file is None:
                 before = read_history(self._run, EVENTS_FILE)
                 self._file = [json.dumps(event) + "\n" for event in before]
-            if self._held and at_once:  # an object store cannot append: the file is rewritten
+            if self._held:  # an object store cannot append: the file is rewritten
                 whole = [*self._file, *self._held]
                 self._run.write_atomic(EVENTS_FILE, "".join(whole).encode())
                 self._file, self._held = whole, []

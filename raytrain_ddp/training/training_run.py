@@ -289,10 +289,6 @@ class Run:
         )
         if world.is_main:
             state.reserve()
-        # Not logged: the log would grow with the number of workers.
-        if world.is_main and 1 < world.size <= events.Ranks.MOST:
-            split_s = step_timing.by_rank(measured, len(steps), world.of_run)
-            self.log.tell(events.Ranks(step, split_s))
         straggler = self._stragglers.look(step, timing.slowest, self.membership.hosts)
         if straggler is not None:
             self.log.tell(straggler)

@@ -260,18 +260,6 @@ def _slowest(spent: Tensor, of_run: Callable[[int], int]) -> Slowest:
     return Slowest(of_run(rank), _WORK[int(beyond.argmax())], ratio)
 
 
-def by_rank(
-    table: Tensor, steps: int, of_run: Callable[[int], int] = int
-) -> list[dict[str, float]]:
-    """Seconds per step by phase, for phases that took any time, of each rank of the run; nothing
-    for one that is missing."""
-    found = {
-        of_run(rank): {p: float(f"{s:.3g}") for p, s in zip(PHASES, spent, strict=True) if s > 0}
-        for rank, spent in enumerate((table[:, 2:] / steps).tolist())
-    }
-    return [found.get(rank, {}) for rank in range(max(found) + 1)]
-
-
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     """The peak of a GPU in fp16 or bf16; None if unknown, and for fp32, which is partly TF32."""
     other = "(?! Ti| D| Laptop)"  # models with another peak

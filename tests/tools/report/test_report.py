@@ -96,10 +96,8 @@ def troubled(tmp_path: Path) -> Path:
     """Two workers, one of them killed at step 57 after a checkpoint at 46; a night later, three
     resume."""
     killed = "crashed, or was killed, on n2 at step 57; resuming from step 46"
-    rank = {"compute": 0.03, "data": 0.01}
     events = [
         plan("2026-11-20T20:00:00Z", 0, 2),
-        {"kind": "ranks", "time": "2026-11-20T20:00:05Z", "step": 9, "split_s": [rank, rank]},
         {"kind": "checkpoint", "time": "2026-11-20T20:00:46Z", "step": 46, "name": "x"},
         {"kind": "failed", "time": "2026-11-20T20:00:57Z", "rank": 1, "step": 57}
         | {"node": "n2", "error": "the end of rank 1", "message": killed},
