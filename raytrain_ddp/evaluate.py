@@ -107,7 +107,7 @@ def _evaluate(args: EvaluateArgs, checkpoint: Checkpoint, out: Path | None) -> i
     config = replace(config, data=replace(config.data, **{**implied, **given}))
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.tasks.task_check import metrics_of
-    from raytrain_ddp.training.metrics.evaluation import evaluate
+    from raytrain_ddp.training.evaluation import evaluate
     from raytrain_ddp.training.steps.device_feed import require_few_bad
 
     world = _world(args.device, config)
@@ -143,7 +143,7 @@ def _follow(args: EvaluateArgs) -> int:
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.records import json_of, to_record
     from raytrain_ddp.retries import with_backoff
-    from raytrain_ddp.training.metrics.evaluation import evaluation_of
+    from raytrain_ddp.training.evaluation import evaluation_of
     from raytrain_ddp.training.state.shared_checkpoint import load_model
 
     run = run_folder.open_run(args.run)

@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 
         config = check(args.config)
         workers = choose_layout(config, local_resources()).most
-        from raytrain_ddp.training.fitting_batch import find_micro_batch
+        from raytrain_ddp.training.rehearsal import find_micro_batch
 
         print(find_micro_batch(config, workers))
         return 0

@@ -115,7 +115,7 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
         return
     from raytrain_ddp.tasks.model_parts import freeze
     from raytrain_ddp.tasks.pretrained import begun_model
-    from raytrain_ddp.training.optimizer.param_groups import param_groups
+    from raytrain_ddp.training.optimizer.task_optimizer import param_groups
 
     # The number of classes of torchvision's data sets is unknown here.
     classes = len(config.data.classes or config.data.target_columns or range(10))

@@ -46,7 +46,7 @@ from raytrain_ddp.errors import (
     first_names,
 )
 from raytrain_ddp.tasks.task_loading import BUILT_IN
-from raytrain_ddp.training.runtime.launched import LIMIT_S, UNSET, Waiting
+from raytrain_ddp.training.runtime.process_group import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.user_code import hashes
 

@@ -28,9 +28,9 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.membership.generations import NoStateLeft
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.gradients.reduction import broadcast_model
 from raytrain_ddp.training.membership import Membership
-from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.watchdog import Watchdog
 from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields

@@ -20,9 +20,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.evaluation import evaluate, scalars
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
-from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import scalars
 from raytrain_ddp.training.runtime.world import World
 
 

@@ -17,7 +17,8 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.sections import OptimConfig, ScheduleConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
+from raytrain_ddp.training.optimizer.task_optimizer import build_optimizer
 from raytrain_ddp.training.state.train_state import TrainState
 
 

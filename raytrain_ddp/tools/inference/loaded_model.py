@@ -30,7 +30,7 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of, refused
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.tools.inference.inputs import Column, GivenImages
-from raytrain_ddp.training.metrics.evaluation import passes
+from raytrain_ddp.training.evaluation import passes
 from raytrain_ddp.training.runtime.world import choose_device
 from raytrain_ddp.training.state.shared_checkpoint import load_model
 

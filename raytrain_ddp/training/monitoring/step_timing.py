@@ -2,28 +2,38 @@
 
 Each rank has a clock. At each record of the log the clocks are combined: time per phase, the
 slowest rank, GPU utilization (MFU). A rank that keeps slowing the others down is reported: once,
-and again when it changes.
+and again when it changes. `Profile` traces a few steps with torch.profiler.
 """
 
 from __future__ import annotations
 
+import gzip
 import re
 import resource
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_ddp.checkpoint.run_folder import PROFILES
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.data.order.epoch_order import relative_load
-from raytrain_ddp.events import Slowest, Straggler, Timing
+from raytrain_ddp.events import Note, Slowest, Straggler, Timing
+from raytrain_ddp.messages import Event
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 T = TypeVar("T")
 
@@ -40,6 +50,7 @@ PHASES = (
 _WORK = ("data", "copy", "compute", "optimizer")  # phases in which a rank does not wait for others
 
 STARTING, EXCHANGING, AGREEING = "start-up", "gradient exchange", "agreement"
+WRITING = "writing"
 _NEXT = {  # what the host does after a mark of this phase
     "other": "data wait",
     "data": "compute",
@@ -75,6 +86,8 @@ _PEAKS = {
 _FP16_ONLY = {"V100-PCIE", "V100", "T4"}
 _SLOWER = 2.0  # times the others
 _LINES = 5
+_UNTRACED = 10  # steps of each start: the first ones are slower
+_ROWS, _NAME_WIDTH = 100, 80
 
 
 class Clock:
@@ -331,3 +344,87 @@ class Stragglers:
         text = f"rank {rank}{where} takes {ratio:.1f} x as long as the others, which wait for it: "
         text += f"mostly in {phase}, as of step {step}"
         return Straggler(step, rank, text, host, phase, ratio)
+
+
+class Profile:
+    """Traces `log.profile_steps` steps of each start on the ranks of `log.profile_ranks`.
+
+    Args:
+        run: receives the trace, in Chrome's format, and the slowest operations, as text.
+        clock: receives a sign of progress, as writing the trace takes time.
+        tell: receives a note, on rank 0.
+    """
+
+    def __init__(
+        self,
+        log: LogConfig,
+        world: World,
+        run: Storage,
+        clock: Clock,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._rank, self._on_gpu = world.of_run(world.rank), world.device.type == "cuda"
+        self._steps = log.profile_steps if self._rank in log.profile_ranks else 0
+        self._run, self._clock, self._tell = run, clock, tell
+        self._trace: profile | None = None
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the trace, as the run may end or fail before the trace is complete."""
+        if self._trace is not None:
+            self._trace.stop()
+
+    def begin_step(self, step: int) -> None:
+        """Starts or ends the trace; called before each step, counted from 1."""
+        if not self._steps:
+            return
+        self._clock.mark("data")
+        try:
+            if self._trace is None:
+                self._first, self._trace = step + _UNTRACED, self._begun()
+            else:
+                self._trace.step()
+            self._step = step
+        except RuntimeError as error:  # for example when another profiler is active
+            self._steps, self._trace = 0, None
+            self._tell(Note(f"cannot trace steps: {error}"))
+        self._clock.mark("other")
+
+    def _begun(self) -> profile:
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        trace = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * self._on_gpu)],
+            schedule=schedule(
+                skip_first=_UNTRACED - 1, wait=0, warmup=1, active=self._steps, repeat=1
+            ),
+            on_trace_ready=self._write,
+            acc_events=True,  # torch 2.10 warns without it
+        )
+        trace.start()
+        return trace
+
+    def _write(self, trace: profile) -> None:
+        self._clock.doing = WRITING
+        name = f"rank-{self._rank}-steps-{self._first}-{self._step}"
+        text = f"the trace of steps {self._first} to {self._step} is in {self._run}/{PROFILES}: "
+        text += f"{name}.json.gz, for Perfetto, and {name}.txt, its operations by time"
+        try:
+            times = trace.key_averages().table(
+                sort_by=f"self_{'device' if self._on_gpu else 'cpu'}_time_total",
+                row_limit=_ROWS,
+                max_name_column_width=_NAME_WIDTH,
+            )
+            with TemporaryDirectory() as folder:
+                plain = Path(folder, "trace.json")
+                trace.export_chrome_trace(str(plain))
+                content = gzip.compress(plain.read_bytes(), 5)
+            profiles = self._run.join(PROFILES)
+            profiles.mkdir()
+            profiles.write_atomic(f"{name}.json.gz", content)
+            profiles.write_atomic(f"{name}.txt", times.encode())
+        except (OSError, RuntimeError) as error:
+            text = f"the trace {name} cannot be written: {error}"
+        self._tell(Note(text))

@@ -32,7 +32,13 @@ from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import HANGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import first_names
-from raytrain_ddp.training.monitoring.step_timing import AGREEING, EXCHANGING, STARTING, Clock
+from raytrain_ddp.training.monitoring.step_timing import (
+    AGREEING,
+    EXCHANGING,
+    STARTING,
+    WRITING,
+    Clock,
+)
 from raytrain_ddp.training.runtime.world import World
 
 _AUTO_S = 30.0
@@ -41,7 +47,6 @@ _APART = 60  # multiple of the limit for what is not a step
 # It also applies to waiting for a batch and to writing on rank 0: a store or a tracking server that
 # does not respond for a minute is not a hang.
 _OUTSIDE = 10
-WRITING = "writing"
 COMPILING = "compilation"  # which a step of a new size, such as an epoch's last, may cause
 _STEPS = 51
 _KEPT_S = 10.0  # for all ranks to write their stacks

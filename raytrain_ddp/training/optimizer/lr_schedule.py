@@ -1,50 +1,23 @@
-"""Builds the optimizer, and computes the learning rate as a function of the step."""
+"""The learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
-from raytrain_ddp.training.optimizer.param_groups import param_groups
 
 T = TypeVar("T")
 
 _MAX_CHECKED = 100_000  # steps whose factor is checked before the first one
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """SGD or AdamW over the groups of `param_groups`.
-
-    Fused, as only fused optimizers skip a step on the device: if their `found_inf` is 1.
-    """
-    groups = param_groups(model, config)
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
-    sgd = torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
-    )
-    if config.momentum:
-        allocate_momentum(sgd, (p for p in model.parameters() if p.requires_grad))
-    return sgd
-
-
-def allocate_momentum(sgd: torch.optim.SGD, parameters: Iterable[nn.Parameter]) -> None:
-    """SGD does so in the first step, but a refused step leaves it unset. The order of parameters is
-    that of the state in a checkpoint."""
-    for parameter in parameters:
-        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

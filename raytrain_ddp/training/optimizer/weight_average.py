@@ -14,7 +14,7 @@ from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import REALS, buffers_of, flat, spread
-from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of
+from raytrain_ddp.training.optimizer.task_optimizer import averages, parameters_of
 
 
 class OptimizerAverage:

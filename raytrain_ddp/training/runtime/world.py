@@ -6,8 +6,8 @@ import functools
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeVar
@@ -19,9 +19,13 @@ from torch import Tensor
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
 from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
+from raytrain_ddp.data.order.sample_rng import hash64, kept_globals, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.training.runtime.launched import join_launched
-from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
+from raytrain_ddp.training.runtime.process_group import (
+    collective_timeout,
+    join_launched,
+    set_missing,
+)
 
 T = TypeVar("T")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -223,3 +227,30 @@ def require_same_software(world: World) -> None:
                 f"{world.of_run(0)} (host {there}) has {other}: install the same version on all "
                 "nodes (raytrain doctor compares them)."
             )
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's generators of all devices, numpy's and Python's."""
+    seed_globals(seed)
+    torch.manual_seed(seed)
+
+
+def slot_seed(seed: int, step: int, slot: int) -> int:
+    """The seed of all generators for one micro-batch of a global step, from 0. Below 2^63."""
+    return hash64(seed, step, slot) >> 1
+
+
+def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
+    """Seeds torch's, numpy's and Python's generators for one micro-batch (dropout and the like)."""
+    key = slot_seed(seed, step, slot)
+    seed_globals(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
+
+
+@contextmanager
+def keeping_generators(device: torch.device) -> Iterator[None]:
+    """Restores torch's, numpy's and Python's generators afterward."""
+    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with kept_globals(), torch.random.fork_rng(gpus):
+        yield

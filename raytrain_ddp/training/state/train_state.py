@@ -24,7 +24,7 @@ from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records
-from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
+from raytrain_ddp.training.optimizer.task_optimizer import kept_options, load_optimizer, options_of
 from raytrain_ddp.training.optimizer.weight_average import Average
 from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 

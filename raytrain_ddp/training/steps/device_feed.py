@@ -19,8 +19,7 @@ from raytrain_ddp.data.loading.nested import tensors_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.monitoring.profiler import Profile
-from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock
+from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock, Profile
 from raytrain_ddp.training.runtime.world import from_all_ranks
 
 

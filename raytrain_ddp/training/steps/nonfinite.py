@@ -28,8 +28,7 @@ from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import require_used
-from raytrain_ddp.training.runtime.seeding import slot_seed
-from raytrain_ddp.training.runtime.world import broadcast, from_all_ranks
+from raytrain_ddp.training.runtime.world import broadcast, from_all_ranks, slot_seed
 from raytrain_ddp.training.state.train_state import TrainState
 
 _MAX_NAMES = 10

@@ -28,9 +28,9 @@ from raytrain_ddp.training.gradients.reduction import (
 from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
-from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.several_optimizers import named_optimizers, turns_of
-from raytrain_ddp.training.runtime.seeding import seed_slot
+from raytrain_ddp.training.optimizer.task_optimizer import parameters_of, skips_on_device
+from raytrain_ddp.training.runtime.world import seed_slot
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence

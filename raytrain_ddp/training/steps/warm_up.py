@@ -18,7 +18,7 @@ from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
-from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
+from raytrain_ddp.training.runtime.world import keeping_generators, seed_slot
 
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _NO_KERNEL = " does not have a deterministic implementation"

@@ -24,8 +24,7 @@ from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import MAX_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.training.evaluation import MAX_NUMBERS, TreeMetrics, evaluate, tables
 from raytrain_ddp.training.runtime.world import World
 
 

@@ -14,8 +14,8 @@ from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.small_networks import DigitsCNN
-from raytrain_ddp.training.optimizer.param_groups import param_groups
-from raytrain_ddp.training.runtime.seeding import seed_all
+from raytrain_ddp.training.optimizer.task_optimizer import param_groups
+from raytrain_ddp.training.runtime.world import seed_all
 
 
 def decayed_names(model: nn.Module, **optim: Any) -> set[str]:

@@ -29,10 +29,9 @@ from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task_signature import check_task
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
-from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
-from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
-from raytrain_ddp.training.runtime.seeding import seed_slot
+from raytrain_ddp.training.optimizer.task_optimizer import load_optimizer, optimizer_of
+from raytrain_ddp.training.runtime.world import seed_slot
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from dcgan import DCGAN, GAN, digits

@@ -17,8 +17,8 @@ from processes import ENVIRONMENT
 from warm_python import WarmPython
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.runtime import launched
-from raytrain_ddp.training.runtime.launched import join_launched
+from raytrain_ddp.training.runtime import process_group as launched
+from raytrain_ddp.training.runtime.process_group import join_launched
 
 
 @pytest.fixture

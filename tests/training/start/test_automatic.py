@@ -23,7 +23,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.fitting_batch import largest_that_fits
+from raytrain_ddp.training.rehearsal import largest_that_fits
 from raytrain_ddp.training.runtime.world import World, set_up
 
 CPU = World(0, 1, 0, torch.device("cpu"), threads=1)

@@ -29,7 +29,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.training.monitoring.step_timing import Clock
-from raytrain_ddp.training.runtime.seeding import seed_all
+from raytrain_ddp.training.runtime.world import seed_all
 from raytrain_ddp.training.steps.device_feed import on_device
 
 

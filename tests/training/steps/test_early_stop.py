@@ -32,7 +32,7 @@ from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.events import Eval, Train
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.metrics.evaluation import chunks_of
+from raytrain_ddp.training.evaluation import chunks_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.runtime.world import World

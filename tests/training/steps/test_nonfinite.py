@@ -36,7 +36,7 @@ from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogCon
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
-from raytrain_ddp.training.runtime.seeding import seed_all, slot_seed
+from raytrain_ddp.training.runtime.world import seed_all, slot_seed
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,1 +1,0 @@
-"""Evaluation, and the metrics of all ranks."""
