@@ -340,12 +340,14 @@ class RunIdentity:
 
     @staticmethod
     def of(config: TrainConfig, data: Data, eval_data: Data | None, task: Any) -> RunIdentity:
+        names = task.class_names
         return RunIdentity(
             data.source.fingerprint(),
             eval_data.source.fingerprint() if eval_data else "",
             data.rows,
             eval_data.rows if eval_data else 0,
-            _names(task.class_names),
+            # A user's task may use `class_names` for anything.
+            (*map(str, names),) if isinstance(names, list | tuple) else (),
             user_code.hashes(config.task, config.model.name),
             task.stored_image_size,
         )
@@ -392,11 +394,6 @@ class RunIdentity:
                 f"has {some_names(names)}. Restore data.classes or README.md; or, if this version "
                 "reads as text what was read as numbers, start a new run with another --name."
             )
-
-
-def _names(given: Any) -> tuple[str, ...]:
-    """Class names, if these are any: a user's task may use `class_names` for anything."""
-    return tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
 
 
 def _other(what: str, rows: int, now: str, before: str, checkpoint: Checkpoint) -> DataError:

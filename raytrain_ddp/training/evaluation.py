@@ -230,7 +230,7 @@ class TreeMetrics:
 
     def values(self, world: World) -> dict[str, Tensor]:
         """The values over all chunks, on the CPU; all ranks take part and get the same."""
-        self._nodes = map_leaves(_to_cpu, self._nodes)
+        self._nodes = map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, self._nodes)
         for metric in self._metrics.values():
             metric.to("cpu")
         reach = 1  # each round, half of the ranks pass what they have to one of lower rank
@@ -329,7 +329,3 @@ def _each(prefix: str, metrics: Any) -> Iterator[tuple[str, Metric]]:
             yield from _each(f"{prefix}{name}/", metric)
         else:
             yield f"{prefix}{name}", metric
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

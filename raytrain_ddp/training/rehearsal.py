@@ -359,26 +359,22 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
     build = Build(tried, replace(world, rank=0, size=1))
     with closing(build.data):
 
-        def passes(size: int) -> None:
-            batch = build.loader.any_batch(size, tried.data.grow_epochs)
-            kept = _kept(tried, build.model, world, size)
-            for number in range(2):  # the second has the state of the optimizer
-                take_step(build, batch, number)
-            del kept
+        def fits(size: int) -> bool:
+            try:
+                batch = build.loader.any_batch(size, tried.data.grow_epochs)
+                kept = _kept(tried, build.model, world, size)
+                for number in range(2):  # the second has the state of the optimizer
+                    take_step(build, batch, number)
+                del kept, batch
+            except torch.OutOfMemoryError:
+                return False
+            finally:
+                gc.collect()
+                torch.cuda.empty_cache()  # does nothing without a GPU
+            return True
 
         with naming_remedy():
-            return next((size for size in sizes if _fits(passes, size)), 0)
-
-
-def _fits(passes: Callable[[int], None], size: int) -> bool:
-    try:
-        passes(size)
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing without a GPU
-    return True
+            return next(filter(fits, sizes), 0)
 
 
 def _kept(config: TrainConfig, model: nn.Module, world: World, size: int) -> list[torch.Tensor]:

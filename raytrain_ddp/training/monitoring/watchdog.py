@@ -182,10 +182,11 @@ class Watchdog:
     ) -> None:
         self._clock, self._world, self._owners = clock, world, owners
         self._exchange, self._end, self._is_over = exchange, end, is_over
-        self._folder = run.join(HANGS).join(start_folder(owners))
+        self._folder = _folder(run, owners)
         self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
         self._look_s = min(1.0, self._least_s / 20)
-        self._ask_s = ask_s(self._least_s, len(owners))
+        # Between two exchanges of the status, while there is no progress.
+        self._ask_s = min(2.0, self._least_s / 5) + _ASK_OF_MANY_S * len(owners)
         self._grace_s = max(2.0, self._least_s / 3, 2 * self._ask_s)
         self._heard: dict[int, tuple[RankStatus, float]] = {}  # the newest status, and since when
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
@@ -337,20 +338,16 @@ class Watchdog:
                 self._folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
 
 
-def ask_s(least_s: float, size: int) -> float:
-    """The time between two exchanges of a rank's status while there is no progress."""
-    return min(2.0, least_s / 5) + _ASK_OF_MANY_S * size
-
-
-def start_folder(owners: Sequence[Owner]) -> str:
-    """The folder name that the ranks of one start share, and no other start uses."""
+def _folder(run: Storage, owners: Sequence[Owner]) -> Storage:
+    """The folder that the ranks of one start share, and no other start uses."""
     first = owners[0]
-    return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
+    digits = "".join(c for c in first.since if c.isdigit())
+    return run.join(HANGS).join(f"{digits}-{first.token[:4]}")
 
 
 def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
     """An exchange through files in the run's folder; nothing is written before a hang."""
-    folder = run.join(HANGS).join(start_folder(owners))
+    folder = _folder(run, owners)
 
     def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
         if status is None:

@@ -1,4 +1,7 @@
-"""Connects the processes that torchrun or another launcher starts."""
+"""The process group: NCCL's settings and time limit, and the wait for a launcher's processes.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def join_world(
     return World(rank, size, local_rank, device, threads)
 
 
-def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """The device for ``--device``: cpu, cuda, cuda:NUMBER, or auto (a GPU if there is one).
 
     Raises:
@@ -118,7 +118,7 @@ def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
     """
     gpus = torch.cuda.device_count()
     if name == "auto":
-        return torch.device("cuda" if gpus and may_use_gpu else "cpu")
+        return torch.device("cuda" if gpus else "cpu")
     kind, colon, number = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
         raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:NUMBER.")

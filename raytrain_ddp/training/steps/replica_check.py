@@ -1,7 +1,7 @@
 """Checks that all workers still have the same weights, to the last bit.
 
 They start equal and apply equal updates. A faulty device or memory shows in no other way: the
-loss keeps falling, and the checkpoint has only rank 0's weights.
+loss keeps falling, and the checkpoint has only rank 0's weights. They are compared by hashes.
 """
 
 from __future__ import annotations
