@@ -136,11 +136,11 @@ def _train_here(
 ) -> tuple[Outcome, _Starts]:
     config = run.config
     _note_idle(config, show)
+    from raytrain_ddp.membership.process_group import nccl_settings
     from raytrain_ddp.tasks.task_loading import BUILT_IN
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import take_part
     from raytrain_ddp.training.membership import Membership
-    from raytrain_ddp.training.runtime.process_group import nccl_settings
     from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16, join_world
 
     tell = (lambda text: show(Note(text))) if main else None

@@ -45,8 +45,8 @@ from raytrain_ddp.errors import (
     RunLockedError,
     first_names,
 )
+from raytrain_ddp.membership.process_group import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.tasks.task_loading import BUILT_IN
-from raytrain_ddp.training.runtime.process_group import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.user_code import hashes
 

@@ -61,7 +61,7 @@ def nccl_config(backend: str, timeout_s: int, settings: Mapping[str, str]) -> An
     worker's node has not set them. Without it, NCCL's defaults hold."""
     from ray.train.torch import TorchConfig
 
-    from raytrain_ddp.training.runtime.process_group import set_missing
+    from raytrain_ddp.membership.process_group import set_missing
 
     usual = TorchConfig().backend_cls
 

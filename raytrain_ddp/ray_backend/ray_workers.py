@@ -28,12 +28,12 @@ from ray.util import remove_placement_group
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.paths import absolute_path
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.membership.process_group import collective_timeout, nccl_settings
 from raytrain_ddp.messages import ControllerStarted, Died, Placed
 from raytrain_ddp.ray_backend import ray_private
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.train_report import RunFiles, train_and_report
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_as
-from raytrain_ddp.training.runtime.process_group import collective_timeout, nccl_settings
 
 _AGAIN_S = 2.0  # between two starts of a worker that cannot even begin
 _MOST_CHARACTERS = 4000

@@ -146,7 +146,7 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
     others wait for it."""
     import torch
 
-    from raytrain_ddp.training.runtime.process_group import set_for_replacing
+    from raytrain_ddp.membership.process_group import set_for_replacing
 
     if "nccl" in backend:
         set_for_replacing(config)

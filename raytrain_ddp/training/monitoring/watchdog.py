@@ -432,7 +432,7 @@ def _in_collective(doing: str, inside: bool) -> tuple[str, bool, int, str]:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """The newest entries of torch's flight recorder (NCCL's only; see nccl_settings.py). Not tested
+    """The newest entries of torch's flight recorder (NCCL's only; see process_group.py). Not tested
     on several GPUs."""
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         read = getattr(torch._C._distributed_c10d, dump, None)

@@ -21,7 +21,7 @@ from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
 from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
 from raytrain_ddp.data.order.sample_rng import hash64, kept_globals, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.training.runtime.process_group import (
+from raytrain_ddp.membership.process_group import (
     collective_timeout,
     join_launched,
     set_missing,

@@ -11,7 +11,7 @@ import pytest
 from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.runtime.process_group import (
+from raytrain_ddp.membership.process_group import (
     ALWAYS,
     collective_timeout,
     nccl_settings,

@@ -17,8 +17,8 @@ from processes import ENVIRONMENT
 from warm_python import WarmPython
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.runtime import process_group as launched
-from raytrain_ddp.training.runtime.process_group import join_launched
+from raytrain_ddp.membership import process_group
+from raytrain_ddp.membership.process_group import join_launched
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
         number: int = server.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))
-    monkeypatch.setattr(launched, "LIMIT_S", 2.0)
+    monkeypatch.setattr(process_group, "LIMIT_S", 2.0)
     return number
 
 
