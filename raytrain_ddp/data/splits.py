@@ -19,7 +19,7 @@ from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locat
 from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart, held_out
 from raytrain_ddp.data.loading.sources import ImageSource
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -218,7 +218,7 @@ def open_images(
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "files":
-        column = columns_of(config).labels[0]
+        column, *_ = *config.target_columns, config.label_column
         return ShardImages(found.paths, config, classes, binary, found.class_names.get(column))
     if config.target_columns:
         raise DataError(

@@ -83,8 +83,8 @@ class TorchvisionImages(ImageSource):
 
     def _number(self, row: int, label: Any) -> int:
         number = self._numbers.number(int(label))
-        if number is None:
-            raise DataError(f"{self.where(row)}: label {self._numbers.what_is_wrong(int(label))}.")
+        if isinstance(number, str):
+            raise DataError(f"{self.where(row)}: label {number}.")
         return number
 
     def _targets(self) -> list[int]:

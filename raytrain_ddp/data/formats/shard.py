@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +13,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.data.formats.image_folder import read_on_disk, reason_of_file
-from raytrain_ddp.data.formats.labels import check_targets, is_label, is_string
+from raytrain_ddp.data.formats.labels import STRINGS, check_targets, is_label
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
     DataError,
@@ -32,6 +30,7 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of
 T = TypeVar("T")
 
 RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
+_BINARIES = (pa.binary(), pa.large_binary(), pa.binary_view())
 
 
 class Columns(NamedTuple):
@@ -159,14 +158,10 @@ class Shard:
         Raises:
             DataError: the file is missing, damaged or cannot be read.
         """
+        where = f", row group {groups[0]}" if len(groups) == 1 else ""
+        what = f"{self.name}{where}: cannot be read"
         outcome = with_retries(lambda: self.load(groups, columns), self.is_local)
-        if isinstance(outcome, RaytrainError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            where = f", row group {groups[0]}" if len(groups) == 1 else ""
-            reason = reason_of(self.at.uri, outcome)
-            raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
-        return outcome
+        return unless_failed(outcome, self.at.uri, what)
 
     def values(self, *columns: str) -> list[Any]:
         """Small columns of all row groups as Python values, see `rows_in`.
@@ -177,38 +172,19 @@ class Shard:
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         return rows_in(self.read(groups, columns), columns) if groups else []
 
-    def starts(self) -> list[int]:
-        """The first row of each row group, and the end of the last one."""
-        return [0, *accumulate(row_group.rows for row_group in self.groups)]
-
-    def where(self, row: int) -> str:
-        """The file and the row in it, for messages."""
-        starts = self.starts()
-        group = bisect_right(starts, row) - 1
-        return self.where_in(group, row - starts[group])
-
-    def place_of(self, path: str) -> str | BadRecord:
-        """The place of an image: on this machine, or below the folder of the images."""
+    def image_at(self, path: str) -> bytes | BadRecord:
+        """Reads an image that has its own file: on this machine, or below the folder of images."""
         shown = in_one_line(path)
         if path.startswith("data:") or "\0" in path or (self.is_local and "://" in path):
             return BadRecord(f"{shown}: not the path of a file")
         if not self.is_local and leads_out(path):
             return BadRecord(f"{shown} is not in the folder of its images or below it")
-        return os.path.join(self.at.image_root, path)
-
-    def image_at(self, path: str) -> bytes | BadRecord:
-        """Reads an image that has its own file."""
-        place = self.place_of(path)
-        if isinstance(place, BadRecord):
-            return place
+        place = os.path.join(self.at.image_root, path)
         outcome = with_retries(lambda: read_file(self.at.image_fs, place), self.is_local)
-        if not isinstance(outcome, Exception):
-            return outcome
-        if reason := reason_of_file(outcome):
-            return BadRecord(f"{in_one_line(path)}: {reason}")
-        # Not a bad record: the file may be readable later.
-        reason = reason_of(self.at.uri, outcome)
-        raise DataError(f"{in_one_line(path)}: cannot be read: {reason}.")
+        if isinstance(outcome, Exception) and (reason := reason_of_file(outcome)):
+            return BadRecord(f"{shown}: {reason}")
+        # Any other error is not a bad record: the file may be readable later.
+        return unless_failed(outcome, self.at.uri, f"{shown}: cannot be read")
 
 
 def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
@@ -234,6 +210,15 @@ def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
             break
         time.sleep(wait_s)
         outcome = attempt(ask)
+    return outcome
+
+
+def unless_failed(outcome: T | Exception, uri: str, what: str) -> T:
+    """Returns an outcome; raises DataError (``what: why``, without secrets) if it is an error."""
+    if isinstance(outcome, RaytrainError):
+        raise outcome
+    if isinstance(outcome, Exception):
+        raise DataError(f"{what}: {reason_of_file(outcome) or reason_of(uri, outcome)}.")
     return outcome
 
 
@@ -263,20 +248,17 @@ def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[s
             "--data.target-columns."
         )
     image = schema.field(columns.image).type
-    if _is_binary(image):
-        return (columns.image,), ""
-    if is_string(image):
-        return (columns.image,), columns.image
+    if image in (*_BINARIES, *STRINGS):
+        return (columns.image,), columns.image if image in STRINGS else ""
     fields = {field.name: field.type for field in image} if pa.types.is_struct(image) else {}
-    fits = {"bytes": _is_binary, "path": is_string}
-    usable = [of for of, is_fit in fits.items() if of in fields and is_fit(fields[of])]
+    fits = {"bytes": _BINARIES, "path": STRINGS}
+    usable = {of: f"{columns.image}.{of}" for of in fits if fields.get(of) in fits[of]}
     if not usable:
         raise DataError(
             f"{name}: column {quoted(columns.image)} is {image}; encoded images (struct<bytes, "
             "path> or binary) or paths of files are expected. Set --data.image-column."
         )
-    path = f"{columns.image}.path" if "path" in usable else ""
-    return tuple(f"{columns.image}.{of}" for of in usable), path
+    return tuple(usable.values()), usable.get("path", "")
 
 
 def column_of(name: str, values: Sequence[Any], where: str) -> Any:
@@ -295,11 +277,6 @@ def column_of(name: str, values: Sequence[Any], where: str) -> Any:
             f"{where}: column {quoted(name)}: {first_line(error)}: write all values as text, or "
             "all as numbers."
         ) from None
-
-
-def _is_binary(kind: Any) -> bool:
-    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(check(kind) for check in checks)
 
 
 def leads_out(path: str) -> bool:

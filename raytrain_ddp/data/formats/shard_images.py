@@ -6,11 +6,11 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,18 +28,27 @@ from raytrain_ddp.data.formats.labels import (
     were_numbers,
 )
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
-from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, rows_in, with_retries
+from raytrain_ddp.data.formats.shard import (
+    Columns,
+    Opened,
+    Shard,
+    rows_in,
+    unless_failed,
+    with_retries,
+)
 from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
 from raytrain_ddp.data.formats.tar_shard import open_tar
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
-from raytrain_ddp.errors import DataError, RaytrainError, first_names, in_one_line, quoted
-from raytrain_ddp.uri import attempt, reason_of, uri_beside, without_secrets
+from raytrain_ddp.errors import DataError, first_names, quoted
+from raytrain_ddp.uri import attempt, uri_beside, without_secrets
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
 _READERS = 2  # of local files: mostly copying, concurrent with decoding threads
 _TRIED = 16  # images of a list
+_LABEL_READERS = 16
+_README = "README.md"
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
@@ -52,12 +61,12 @@ class ShardImages(ImageSource):
     Args:
         paths: paths or URIs of files; rows are numbered consecutively in this order.
         config: `image_column` is struct<bytes, path>, binary, or paths; `label_column` integers,
-            strings or booleans. With `target_columns`, labels are float32 (targets,).
+            strings or booleans; "": no labels are read, and each is 0. With `target_columns`,
+            labels are float32 (targets,).
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or does not have.
         named: the names of integer labels; files with their own names must have the same ones.
-        labeled: False: no labels are read; each is 0.
 
     Raises:
         NoLabelsError: no row has a label.
@@ -72,14 +81,9 @@ class ShardImages(ImageSource):
         classes: Sequence[str] | None = None,
         binary: bool = False,
         named: Sequence[str] | None = None,
-        labeled: bool = True,
     ) -> None:
         self._columns = columns_of(config, binary)
-        if not labeled:
-            self._columns = self._columns._replace(label="", targets=())
         self._shards = open_shards(paths, self._columns)
-        if named is not None:
-            self._shards = [with_names(shard, named) for shard in self._shards]
         self.uses_root = any(shard.has_files for shard in self._shards)
         self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
@@ -98,20 +102,14 @@ class ShardImages(ImageSource):
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names: list[str] = []
-        if labeled:
-            self._labels_of = labels_of(self._shards, self._columns, classes)
+        if self._columns.labels:
+            self._labels_of = self._mapping(classes, named)
             self.class_names = [*self._labels_of.names]
-            if classes is None and not self._columns.targets and self._are_unnamed:
-                self.mapped = how_mapped(self.class_names)
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
         self._may_skip = config.may_skip
-
-    @property
-    def _are_unnamed(self) -> bool:
-        return not all(shard.class_names for shard in self._shards)
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -144,8 +142,7 @@ class ShardImages(ImageSource):
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
         kind, start, numbers = np.float32 if self._columns.targets else np.int64, 0, []
-        values = all_values(self._shards, self._columns.labels)
-        for of_shard in filter(None, values):
+        for of_shard in filter(None, self._values()):
             numbers.append(np.array(self._numbers(of_shard, start), kind))
             start += len(of_shard)
         return np.concatenate(numbers)
@@ -229,11 +226,10 @@ class ShardImages(ImageSource):
     def _numbers(self, values: Sequence[Any], start: int) -> list[Any]:
         """The class numbers or targets of rows start, start + 1, ..."""
         numbers: list[Any] = list(map(self._labels_of.number, values))
-        place = next((place for place, number in enumerate(numbers) if number is None), None)
+        place = next((n for n, number in enumerate(numbers) if isinstance(number, str)), None)
         if place is not None:
-            wrong = self._labels_of.what_is_wrong(values[place])
             column = "" if self._columns.targets else f"{self._columns.label} "
-            raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
+            raise DataError(f"{self.where(start + place)}: {column}{numbers[place]}.")
         return numbers
 
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
@@ -254,128 +250,107 @@ class ShardImages(ImageSource):
             if group or not shard.is_local or not shard.has_files:
                 continue
             first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
-            tried = [shard.place_of(path) for path in first if path]
-            if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
-                continue
-            where = self.where(int(self._starts[block]))
-            if isinstance(tried[0], BadRecord):
-                raise DataError(f"{where}: {tried[0]}.")
-            remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
-            raise DataError(
-                f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
-                f"too. {remedy} the folder that the paths are relative to."
-            )
+            paths = [path for path in first if path]
+            missing = [*takewhile(_is_bad, map(shard.image_at, paths))]
+            if paths and len(missing) == len(paths):
+                remedy = "set --data.root to" if self._columns.labels else "put the list into"
+                raise DataError(
+                    f"{self.where(int(self._starts[block]))}: {missing[0]}, and the next ones in "
+                    f"{shard.at.image_root}: {remedy} the folder that the paths are relative to."
+                )
 
+    # -------------------------------------------------------------- the labels
 
-def columns_of(config: DataConfig, binary: bool = False) -> Columns:
-    targets = config.target_columns
-    return Columns(config.image_column, config.label_column, config.root, targets, binary)
+    def _mapping(
+        self, classes: Sequence[str] | None, named: Sequence[str] | None
+    ) -> Labels | Targets:
+        """The names of the classes or targets, and the mapping of the files' values.
 
+        The names are the columns of targets; or else the given classes, those of the ClassLabel
+        feature, or one per distinct label.
 
-# ------------------------------------------------------------------ labels
-
-_LABEL_READERS = 16
-
-
-def labels_of(
-    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
-) -> Labels | Targets:
-    """The names of the classes or targets, and the mapping of the files' values.
-
-    The names are the columns of targets; or else the given classes, those of the ClassLabel
-    feature, or one per distinct label.
-
-    Raises:
-        NoLabelsError: no row has a label.
-        DataError: files disagree about their classes, or have classes that are not in the given
-            list, or classes are given for columns.
-    """
-    files = first_names([shard.name for shard in shards], 2)
-    if columns.targets and not columns.has_lists:
-        if classes is not None and tuple(classes) != columns.targets:
-            raise DataError(
-                f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
-                "columns: remove it."
-            )
-        return Targets(columns.targets, columns.targets, columns.binary)
-    named = [shard for shard in shards if shard.class_names]
-    own = named[0].class_names if named else None  # also of files without names
-    for shard in named:
-        with_names(shard, own or (), named[0].name)
-    if classes is not None:
-        own = None if were_numbers(classes, own or ()) else own
-        numbers_in(classes, own or (), files)
-    known = own if classes is None else list(classes)
-    if columns.targets:
-        rows = () if known else all_values(shards, columns.targets)
-        occur = (label for values in rows for row in values for label in row or ())
-        return Targets(columns.targets, known or names_of(occur), columns.binary, own)
-    if known:
-        values = _by_group(shards, columns.label)
-        if not any(is_labeled(value, known) for group in values for value in {*group}):
-            raise _without_labels(files)
+        Raises:
+            NoLabelsError: no row has a label.
+            DataError: files disagree about their classes, or have classes that are not in the given
+                list, or classes are given for columns.
+        """
+        columns, files = self._columns, first_names([shard.name for shard in self._shards], 2)
+        if columns.targets and not columns.has_lists:
+            if classes is not None and tuple(classes) != columns.targets:
+                raise DataError(
+                    f"data.classes = {quoted(tuple(classes))}: the names of targets are those of "
+                    "their columns: remove it."
+                )
+            return Targets(columns.targets, columns.targets, columns.binary)
+        stated = [(shard.name, shard.class_names) for shard in self._shards if shard.class_names]
+        is_named = named is not None or len(stated) == len(self._shards)
+        if named is not None:
+            stated.insert(0, (_README, distinct_names(named, _README)))
+        place, own = stated[0] if stated else ("", None)
+        for name, names in stated:
+            if own and names != own:
+                raise DataError(
+                    f"{name}: its class names ({first_names(names, 5)}) differ from those in "
+                    f"{place} ({first_names(own, 5)})."
+                )
+        if classes is not None:
+            own = None if were_numbers(classes, own or ()) else own
+            numbers_in(classes, own or (), files)
+        known = own if classes is None else list(classes)
+        if columns.targets:
+            rows = () if known else self._values()
+            occur = (label for values in rows for row in values for label in row or ())
+            return Targets(columns.targets, known or names_of(occur), columns.binary, own)
+        if known is None:
+            known = self._labels_that_occur(files)
+        else:
+            groups = (shard.read([group], columns.labels) for shard, group in self._blocks)
+            values = ({*group.column(0).to_pylist()} for group in groups)  # until there is a label
+            if not any(is_labeled(value, known) for group in values for value in group):
+                raise _without_labels(files)
+        if classes is None and not is_named:
+            self.mapped = how_mapped(known)
         return Labels(known, own)
-    return Labels(_labels_that_occur(shards, columns.label, files))
+
+    def _labels_that_occur(self, files: str) -> list[str]:
+        """Reads all labels.
+
+        Raises:
+            DataError: one is no label, or there are numbers next to text; names the row.
+        """
+        found = [{*values} for values in self._values()]
+        if not any(is_labeled(value) for values in found for value in values):
+            raise _without_labels(files)
+        every = {value for values in found for value in values}
+        kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
+        if len(kinds) > 1:
+            several, column = " and ".join(sorted(kinds)), quoted(self._columns.label)
+            raise DataError(f"{files}: column {column} has labels of several types: {several}.")
+        self._labels_of = Labels(names_of(every))
+        if any(isinstance(self._labels_of.number(value), str) for value in every):
+            self.labels()  # names the row
+        return [*self._labels_of.names]
+
+    def _values(self) -> Iterator[list[Any]]:
+        """The labels or targets in each file, see `rows_in`; reads several files in parallel."""
+        with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
+            yield from pool.map(lambda shard: shard.values(*self._columns.labels), self._shards)
 
 
-def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
-    """Returns the file with these class names, which come from `where`.
-
-    Raises:
-        DataError: it has different ones.
-    """
-    own, names = shard.class_names, distinct_names(names, where)
-    if own and own != names:
-        raise DataError(
-            f"{shard.name}: its class names ({first_names(own, 5)}) differ from those in {where} "
-            f"({first_names(names, 5)})."
-        )
-    return replace(shard, class_names=names)
+_KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
 
 
-def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list[Any]]:
-    """The values of small columns of each file, see `rows_in`; reads several files in parallel."""
-    with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
-        yield from pool.map(lambda shard: shard.values(*columns), shards)
-
-
-def _by_group(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
-    """The values of each row group in turn, for a reader who soon has enough."""
-    for shard in shards:
-        for group, info in enumerate(shard.groups):
-            if info.rows:
-                yield shard.read([group], [column]).column(0).to_pylist()
+def _is_bad(image: Any) -> bool:
+    return isinstance(image, BadRecord)
 
 
 def _without_labels(files: str) -> NoLabelsError:
     return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
 
 
-def _labels_that_occur(shards: Sequence[Shard], column: str, files: str) -> list[str]:
-    """Reads all labels.
-
-    Raises:
-        DataError: one is no label, or there are numbers next to text; names the row.
-    """
-    found = [{*values} for values in all_values(shards, [column])]
-    if not any(is_labeled(value) for values in found for value in values):
-        raise _without_labels(files)
-    kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
-    if len(kinds) > 1:
-        several = " and ".join(sorted(kinds))
-        raise DataError(f"{files}: column {quoted(column)} has labels of several types: {several}.")
-    names = names_of(value for values in found for value in values)
-    labels = Labels(names)
-    for shard, distinct in zip(shards, found, strict=True):
-        if any(labels.number(value) is None for value in distinct):
-            for row, value in enumerate(shard.values(column)):
-                if labels.number(value) is None:
-                    what = labels.what_is_wrong(value)
-                    raise DataError(f"{shard.where(row)}: {column} {what}.")
-    return names
-
-
-_KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
+def columns_of(config: DataConfig, binary: bool = False) -> Columns:
+    targets = config.target_columns
+    return Columns(config.image_column, config.label_column, config.root, targets, binary)
 
 
 # ------------------------------------------------------------------ files
@@ -384,14 +359,11 @@ _OPENERS = 16
 _ERRORS_SHOWN = 20
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of files.
+class Format(NamedTuple):
+    """A format of files: the ends of their names, in lower case, and how to open one.
 
-    Args:
-        ends: in lower case.
-        open: reads and checks the description of a file's rows. Raises ValueError, OSError or
-            tarfile.TarError if it is missing or damaged, DataError if it cannot be used.
+    `open` reads and checks the description of a file's rows. It raises DataError if the file cannot
+    be used, or another error if it is missing or damaged.
     """
 
     title: str
@@ -399,9 +371,8 @@ class Format:
     open: Callable[[Opened, Columns], Shard]
 
 
-_LISTS = tuple(
-    f"{end}{packed}" for end in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in ("", ".gz")
-)
+_PACKED = ("", ".gz")
+_LISTS = tuple(end + more for end in (".csv", ".tsv", ".jsonl", ".ndjson") for more in _PACKED)
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 FORMATS = (
     Format("Parquet", (".parquet",), open_parquet),
@@ -427,13 +398,7 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
     outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
-    if isinstance(outcome, RaytrainError):
-        raise outcome
-    if isinstance(outcome, FileNotFoundError):
-        raise DataError(f"{name}: no such file.")
-    if isinstance(outcome, Exception):
-        raise DataError(f"{name}: not a readable {form.title} file: {reason_of(uri, outcome)}.")
-    return outcome
+    return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
 
 
 def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:

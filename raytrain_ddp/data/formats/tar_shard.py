@@ -9,12 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -105,9 +104,8 @@ def _images(path: str, status: os.stat_result, spans: Any) -> Any:
         ValueError: the file is not the one that was indexed.
     """
     pairs = rows_in(spans, _SPAN)
-    known = [pair for pair in pairs if pair[0] is not None]
-    first = min((offset for offset, _ in known), default=0)
-    last = max((offset + size for offset, size in known), default=0)
+    known = [pair for pair in pairs if pair[0] is not None] or [(0, 0)]
+    first, last = min(known)[0], max(offset + size for offset, size in known)
     with open(path, "rb") as file:
         now = os.fstat(file.fileno())
         if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
@@ -118,26 +116,20 @@ def _images(path: str, status: os.stat_result, spans: Any) -> Any:
     return pa.array(images, pa.binary())
 
 
-def _groups(
-    spans: Sequence[tuple[int | None, int | None]], images: tuple[str, ...]
-) -> Iterator[RowGroup]:
+def _groups(spans: Sequence[tuple[int | None, int]], images: tuple[str, ...]) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
-    rows, first, last = 0, math.inf, 0.0  # rows of the group; where its bytes begin and end
+    rows, size_bytes, ends = 0, 0, list[int]()  # of the group; where its bytes begin and end
     for offset, size in spans:
-        begin = math.inf if offset is None else offset - tarfile.BLOCKSIZE
-        end = 0 if offset is None else offset + (size or 0)
-        is_too_large = max(last, end) - min(first, begin) > _GROUP_BYTES
-        if rows == _GROUP_ROWS or (rows and is_too_large):
-            yield _group(rows, first, last, images)
-            rows, first, last = 0, math.inf, 0.0
-        rows, first, last = rows + 1, min(first, begin), max(last, end)
+        own = [] if offset is None else [offset - tarfile.BLOCKSIZE, offset + size]
+        both = [*ends, *own]
+        is_full = rows == _GROUP_ROWS or max(both, default=0) - min(both, default=0) > _GROUP_BYTES
+        if rows and is_full:
+            yield RowGroup(rows, size_bytes, size_bytes, images)
+            rows, both = 0, own
+        ends = [min(both), max(both)] if both else []
+        rows, size_bytes = rows + 1, ends[1] - ends[0] if ends else 0
     if rows:
-        yield _group(rows, first, last, images)
-
-
-def _group(rows: int, first: float, last: float, images: tuple[str, ...]) -> RowGroup:
-    size = int(max(0, last - first))
-    return RowGroup(rows, size, size, images)
+        yield RowGroup(rows, size_bytes, size_bytes, images)
 
 
 # ------------------------------------------------------------------ the index
@@ -151,39 +143,23 @@ def _index_of(at: Opened, columns: Columns, status: os.stat_result) -> Any:
     folder = home / "raytrain_ddp" / "tar-index"
     path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.arrow"
     with ExitStack() as held:  # the processes of a machine share the work
-        try:
+        kept = b""
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context((folder / ".lock").open("w")), fcntl.LOCK_EX)
-        except OSError as error:
-            _log.warning("%s: the index of %s is not kept: %s", folder, at.name, error.strerror)
-            return _made(at, columns)
-        index = _stored(path)
-        if index is None:
-            index = _made(at, columns)
-            _store(path, index)
-        return index
-
-
-def _stored(path: Path) -> Any:
-    """None if there is no such index, or a damaged one."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, table = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return pa.ipc.open_stream(table).read_all() if sha256(table).digest() == digest else None
-
-
-def _store(path: Path, index: Any) -> None:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, index.schema) as writer:
-        writer.write_table(index)
-    content = sink.getvalue().to_pybytes()
-    try:
-        with replace_with(path, path.parent) as temp:
-            temp.write_bytes(sha256(content).digest() + content)
-    except (OSError, DataError) as error:  # such as a full disk
-        _log.warning("%s: cannot be written: %s", path, error)
+            kept = path.read_bytes()
+        digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if sha256(content).digest() != digest:  # there is none, or a damaged one
+            index, sink = _made(at, columns), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, index.schema) as writer:
+                writer.write_table(index)
+            content = sink.getvalue().to_pybytes()
+            try:
+                with replace_with(path, folder) as temp:
+                    temp.write_bytes(sha256(content).digest() + content)
+            except (OSError, DataError) as error:  # such as a full disk
+                _log.warning("%s: the index of %s is not kept: %s", folder, at.name, error)
+        return pa.ipc.open_stream(content).read_all()
 
 
 def _made(at: Opened, columns: Columns) -> Any:

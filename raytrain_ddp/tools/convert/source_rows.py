@@ -126,7 +126,7 @@ def list_rows(split: SourceSplit, copy: Path, phase: Phase) -> list[Row]:
     if kind == "files":
         paths = []
         for shard in open_shards(split.found.paths, columns_of(split.data)):
-            column, count = shard.path_column, shard.starts()[-1]
+            column, count = shard.path_column, sum(group.rows for group in shard.groups)
             paths += shard.values(column) if column else [None] * count
     columns = zip(labels, sizes, paths, copied["why"].to_pylist(), strict=True)
     return [
