@@ -173,7 +173,7 @@ def require_all_shards(
 
     Args:
         shown: the data source, for the message.
-        wanted: returns the names of missing files that would have been read.
+        wanted: returns the files that would be read if those of these names existed, too.
     """
     sets: dict[tuple[str, str], dict[str, re.Match[str]]] = {}
     for name in names:
@@ -196,7 +196,8 @@ def require_all_shards(
         made = (f"{number:0{end - begin}d}" for number in range(first, total + first))
         every = (f"{stem[:begin]}{digits}{stem[end:]}{rest}{path.suffix}" for digits in made)
         absent = [each for each in map(str, map(path.with_name, every)) if each not in shards]
-        missing = wanted(absent) if len(numbers) < total else ()
+        read = {*wanted(absent)} if len(numbers) < total else ()
+        missing = [each for each in absent if each in read]
         if missing:
             raise DataError(
                 f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
