@@ -38,9 +38,9 @@ from raytrain_ddp.data.discovery.split_names import (
     require_all_shards,
     splits_of_files,
 )
+from raytrain_ddp.data.formats.file_formats import FORMATS, format_of
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_images import FORMATS, format_of
 from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 

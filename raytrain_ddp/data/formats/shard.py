@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -185,6 +186,23 @@ class Shard:
             return BadRecord(f"{shown}: {reason}")
         # Any other error is not a bad record: the file may be readable later.
         return unless_failed(outcome, self.at.uri, f"{shown}: cannot be read")
+
+
+def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
+    """Makes a shard of a table that is in memory, or mapped into it."""
+    starts = [0, *accumulate(group.rows for group in groups)]
+
+    def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
+        used = table.select([*columns])
+        parts = [used.slice(starts[group], groups[group].rows) for group in chosen]
+        for part in parts:
+            part.validate(full=True)  # a damaged offset would lead anywhere in memory
+        return pa.concat_tables(parts)
+
+    def where_in(group: int, place: int) -> str:
+        return f"{at.name}, row {starts[group] + place}"
+
+    return Shard(at, groups=tuple(groups), load=load, where_in=where_in, **facts)
 
 
 def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:

@@ -1,21 +1,28 @@
-"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks."""
+"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks.
+
+They are in memory, read in advance, exactly once, within a limit: the order of an epoch visits each
+row once, so a block is finished when all its rows have been read, and is dropped at once. (If all
+blocks fit, they stay.)
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import NO_FILE, sizes_of
+from raytrain_ddp.data.formats.file_formats import open_shards
+from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import (
     Labels,
     NoLabelsError,
@@ -27,29 +34,21 @@ from raytrain_ddp.data.formats.labels import (
     numbers_in,
     were_numbers,
 )
-from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
-from raytrain_ddp.data.formats.shard import (
-    Columns,
-    Opened,
-    Shard,
-    rows_in,
-    unless_failed,
-    with_retries,
-)
-from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
-from raytrain_ddp.data.formats.tar_shard import open_tar
+from raytrain_ddp.data.formats.shard import Columns, Shard, rows_in
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 from raytrain_ddp.errors import DataError, first_names, quoted
-from raytrain_ddp.uri import attempt, uri_beside, without_secrets
+from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
 _READERS = 2  # of local files: mostly copying, concurrent with decoding threads
-_TRIED = 16  # images of a list
 _LABEL_READERS = 16
 _README = "README.md"
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
+_CACHE_THREADS = 64  # no fewer than threads that need a block now, or read in advance
+
+Image = bytes | BadRecord
 
 
 class ShardImages(ImageSource):
@@ -105,7 +104,6 @@ class ShardImages(ImageSource):
         if self._columns.labels:
             self._labels_of = self._mapping(classes, named)
             self.class_names = [*self._labels_of.names]
-        self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
@@ -170,7 +168,7 @@ class ShardImages(ImageSource):
             if size < 0 and not self._may_skip:
                 raise DataError(
                     f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
-                    "row, or set --data.bad-records skip."
+                    "row, set --data.bad-records skip, or --data.root to the folder of the images."
                 )
             digest.update(f"{size}\n".encode())
         return digest.hexdigest()
@@ -243,21 +241,6 @@ class ShardImages(ImageSource):
         threads = _REMOTE_READERS if self._remote else _READERS
         used = used or (lambda block: np.ones(self.blocks[block], bool))
         return RowGroupCache(self._load, self.block_bytes, self._memory_bytes, threads, used)
-
-    def _require_images(self) -> None:
-        """Finds a wrong folder of images early: the first of a list must not all be missing."""
-        for block, (shard, group) in enumerate(self._blocks):
-            if group or not shard.is_local or not shard.has_files:
-                continue
-            first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
-            paths = [path for path in first if path]
-            missing = [*takewhile(_is_bad, map(shard.image_at, paths))]
-            if paths and len(missing) == len(paths):
-                remedy = "set --data.root to" if self._columns.labels else "put the list into"
-                raise DataError(
-                    f"{self.where(int(self._starts[block]))}: {missing[0]}, and the next ones in "
-                    f"{shard.at.image_root}: {remedy} the folder that the paths are relative to."
-                )
 
     # -------------------------------------------------------------- the labels
 
@@ -340,10 +323,6 @@ class ShardImages(ImageSource):
 _KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
 
 
-def _is_bad(image: Any) -> bool:
-    return isinstance(image, BadRecord)
-
-
 def _without_labels(files: str) -> NoLabelsError:
     return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
 
@@ -353,64 +332,143 @@ def columns_of(config: DataConfig, binary: bool = False) -> Columns:
     return Columns(config.image_column, config.label_column, config.root, targets, binary)
 
 
-# ------------------------------------------------------------------ files
-
-_OPENERS = 16
-_ERRORS_SHOWN = 20
+# ------------------------------------------------------------------ in memory
 
 
-class Format(NamedTuple):
-    """A format of files: the ends of their names, in lower case, and how to open one.
+@dataclass(frozen=True)
+class ImageGroup:
+    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
 
-    `open` reads and checks the description of a file's rows. It raises DataError if the file cannot
-    be used, or another error if it is missing or damaged.
+    labels: list[Any]
+    nbytes: int
+    images: Any = None
+    paths: Any = None
+
+    def image(self, place: int) -> Image | str:
+        """The image, or the path of its file."""
+        if self.images is not None:
+            image = self.images[place].as_py()
+            if image is not None:
+                return bytes(image)
+        path = None if self.paths is None else self.paths[place].as_py()
+        return str(path) if path else BadRecord("the image is null")
+
+
+@dataclass(eq=False)
+class _Kept:
+    size_bytes: int  # expected, then measured
+    unread: RowMask  # (rows,): the rows still to be read in this pass over the data
+    content: Future[ImageGroup]
+
+
+class RowGroupCache:
+    """Blocks that are loaded by threads of their own, on demand or in advance.
+
+    Thread-safe: threads wait for each other only for the same block.
+
+    Args:
+        load: block -> its content. Called by several threads concurrently, for different blocks.
+        sizes: approximate bytes of each in memory, shape (blocks,).
+        limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
+            that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
+        ahead: maximum number of blocks read in advance concurrently.
+        used: block -> whether each of its rows is ever read, shape (rows in the block,).
     """
 
-    title: str
-    ends: tuple[str, ...]
-    open: Callable[[Opened, Columns], Shard]
+    def __init__(
+        self,
+        load: Callable[[int], ImageGroup],
+        sizes: Rows,
+        limit_bytes: int,
+        ahead: int,
+        used: Callable[[int], RowMask],
+    ) -> None:
+        self._load, self._sizes, self._used = load, sizes, used
+        self._limit, self._most_ahead = limit_bytes, ahead
+        self._all_fit = int(sizes.sum()) <= limit_bytes
+        self._lock = Lock()
+        self._kept: dict[int, _Kept] = {}  # least recently used first
+        self._wanted: dict[int, None] = {}  # to be read in advance, in this order
+        self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
 
+    def get(self, block: int, places: Rows) -> ImageGroup:
+        """A block of which the caller reads the rows at `places`, shape (n,)."""
+        with self._lock:
+            self._wanted.pop(block, None)
+            if block not in self._kept:
+                self._make_room(block)
+                self._begin(block)
+            kept = self._kept[block] = self._kept.pop(block)  # now the last one
+            kept.unread[places] = False
+            if done := not kept.unread.any():
+                kept.unread = self._used(block)  # in the next pass over the data
+        content = kept.content.result()
+        with self._lock:
+            if done and not self._all_fit:
+                self._drop(block, kept)
+            self._read_ahead()
+        return content
 
-_PACKED = ("", ".gz")
-_LISTS = tuple(end + more for end in (".csv", ".tsv", ".jsonl", ".ndjson") for more in _PACKED)
-_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
-FORMATS = (
-    Format("Parquet", (".parquet",), open_parquet),
-    Format("Arrow", (".arrow",), open_arrow),
-    Format("tar", _TARS, open_tar),
-    Format("CSV, TSV or JSON lines", _LISTS, open_list),
-)
+    def ahead(self, blocks: Iterable[int]) -> None:
+        """Announces which blocks will be needed next, in this order. Returns at once.
 
+        Not for rows that may have been read already: their blocks would be read again.
+        """
+        with self._lock:
+            self._wanted |= dict.fromkeys(block for block in blocks if block not in self._kept)
+            self._read_ahead()
 
-def format_of(name: str) -> Format | None:
-    """The format of a file of this name."""
-    return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
+    def close(self) -> None:
+        """Ends the threads after their current reads. Cached blocks and `get` remain usable."""
+        with self._lock:
+            self._wanted.clear()
+            pool = self._pool
+            self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
+        pool.shutdown()
 
+    def _loaded(self, block: int) -> ImageGroup:
+        """Loads a block. On an error, the waiting threads get it; later calls try again."""
+        try:
+            content = self._load(block)
+        except BaseException:
+            with self._lock:
+                del self._kept[block]
+            raise
+        with self._lock:
+            self._kept[block].size_bytes = content.nbytes
+        return content
 
-def open_shard(uri: str, columns: Columns) -> Shard:
-    """Reads and checks the description of the rows of a file at a URI or path.
+    def _go_on(self, _: object) -> None:
+        with self._lock:
+            self._read_ahead()
 
-    Raises:
-        DataError: it is missing or damaged, or a column is missing or of the wrong type.
-    """
-    name = without_secrets(uri)
-    form = format_of(name) or FORMATS[0]
-    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
-        raise DataError(f"{name}: {NO_FILE}: remove it.")
-    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
-    return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
+    # The following methods require the lock.
 
+    def _begin(self, block: int) -> None:
+        content = self._pool.submit(self._loaded, block)
+        self._kept[block] = _Kept(int(self._sizes[block]), self._used(block), content)
+        content.add_done_callback(self._go_on)
 
-def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
-    """Opens all files, or raises one error that lists each unusable file."""
-    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
-        opened = list(pool.map(lambda path: attempt(lambda: open_shard(path, columns)), paths))
-    errors = [result for result in opened if isinstance(result, Exception)]
-    for error in errors:
-        if len(errors) == 1 or not isinstance(error, DataError):
-            raise error
-    if errors:
-        texts = [str(error).rstrip(".") for error in errors]
-        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
-        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
-    return [result for result in opened if isinstance(result, Shard)]
+    def _fits(self, block: int) -> bool:
+        others = () if self._all_fit else self._kept.values()
+        return sum(each.size_bytes for each in others) + int(self._sizes[block]) <= self._limit
+
+    def _make_room(self, block: int) -> None:
+        """Drops blocks early to make room for one that is needed now."""
+        for other, kept in [*self._kept.items()]:
+            if self._fits(block):
+                return
+            if kept.content.done():
+                self._drop(other, kept)
+
+    def _drop(self, block: int, kept: _Kept) -> None:
+        if self._kept.get(block) is kept:
+            del self._kept[block]
+
+    def _read_ahead(self) -> None:
+        """Begins as many as may be read at a time, until the next one does not fit."""
+        while self._wanted and self._fits(block := next(iter(self._wanted))):
+            if sum(not each.content.done() for each in self._kept.values()) >= self._most_ahead:
+                return
+            del self._wanted[block]
+            self._begin(block)

@@ -31,8 +31,8 @@ from raytrain_ddp.data.formats.shard import (
     column_of,
     columns_of_images,
     rows_in,
+    shard_of,
 )
-from raytrain_ddp.data.formats.table_shard import shard_of
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
 

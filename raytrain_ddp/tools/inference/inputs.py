@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from raytrain_ddp.data.discovery.file_listing import counted, list_in_store, list_on_disk
+from raytrain_ddp.data.formats.file_formats import format_of
 from raytrain_ddp.data.formats.image_folder import (
     LEFT_OUT,
     FolderImages,
@@ -21,7 +22,7 @@ from raytrain_ddp.data.formats.image_folder import (
 )
 from raytrain_ddp.data.formats.labels import were_numbers
 from raytrain_ddp.data.formats.shard import read_file, unless_failed, with_retries
-from raytrain_ddp.data.formats.shard_images import ShardImages, format_of
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of

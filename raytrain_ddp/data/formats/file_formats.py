@@ -1,4 +1,4 @@
-"""Tables: Parquet files, Arrow files, and lists of images (CSV, TSV, JSON lines)."""
+"""Formats of files with many rows: Parquet, Arrow, and lists of images (CSV, TSV, JSON lines)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import sha256
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from raytrain_ddp.data.formats.image_folder import NO_FILE
 from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
     Columns,
@@ -25,28 +27,16 @@ from raytrain_ddp.data.formats.shard import (
     column_of,
     columns_of_images,
     rows_in,
+    shard_of,
+    unless_failed,
+    with_retries,
 )
-from raytrain_ddp.errors import DataError, quoted
+from raytrain_ddp.data.formats.tar_shard import open_tar
+from raytrain_ddp.errors import DataError, first_names, quoted
+from raytrain_ddp.uri import attempt, without_secrets
 
 _GROUP_ROWS = 4096
 _FILE_MAGIC = b"ARROW1"
-
-
-def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
-    """Makes a shard of a table that is in memory, or mapped into it."""
-    starts = [0, *accumulate(group.rows for group in groups)]
-
-    def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
-        used = table.select([*columns])
-        parts = [used.slice(starts[group], groups[group].rows) for group in chosen]
-        for part in parts:
-            part.validate(full=True)  # a damaged offset would lead anywhere in memory
-        return pa.concat_tables(parts)
-
-    def where_in(group: int, place: int) -> str:
-        return f"{at.name}, row {starts[group] + place}"
-
-    return Shard(at, groups=tuple(groups), load=load, where_in=where_in, **facts)
 
 
 # ------------------------------------------------------------------ lists
@@ -186,13 +176,8 @@ def open_parquet(at: Opened, columns: Columns) -> Shard:
     images, path_column = columns_of_images(at.name, file.schema_arrow, columns)
     if images == (path_column,):
         at = at.below(columns.root)
-    places: dict[str, int] = {}
-    for i in range(file.metadata.num_columns):
-        path = file.metadata.schema.column(i).path
-        places[path] = i
-        places.setdefault(path.partition(".")[0], i)  # of a column of lists
     groups = [
-        _row_group(file.metadata.row_group(i), places, images, columns.labels)
+        _row_group(file.metadata.row_group(i), images, columns.labels)
         for i in range(file.metadata.num_row_groups)
     ]
     is_local = isinstance(at.fs, pafs.LocalFileSystem)
@@ -243,10 +228,73 @@ def _parsed(footer: bytes) -> Any:
     return pq.ParquetFile(pa.BufferReader(footer))
 
 
-def _row_group(
-    group: Any, places: dict[str, int], images: tuple[str, ...], labels: tuple[str, ...]
-) -> RowGroup:
-    first = group.column(places[images[0]])
+def _row_group(group: Any, images: tuple[str, ...], labels: tuple[str, ...]) -> RowGroup:
+    columns = {each.path_in_schema: each for each in map(group.column, range(group.num_columns))}
+    first = columns[images[0]]
     used = images[:1] if first.statistics and first.statistics.null_count == 0 else images
-    size = sum(group.column(places[column]).total_uncompressed_size for column in (*used, *labels))
-    return RowGroup(group.num_rows, size, first.total_compressed_size, used)
+    read = tuple(f"{name}." for name in (*used, *labels))  # a list's path has more parts
+    sizes = (c.total_uncompressed_size for n, c in columns.items() if f"{n}.".startswith(read))
+    return RowGroup(group.num_rows, sum(sizes), first.total_compressed_size, used)
+
+
+# ------------------------------------------------------------------ any of them
+
+_OPENERS = 16
+_ERRORS_SHOWN = 20
+
+
+class Format(NamedTuple):
+    """A format of files: the ends of their names, in lower case, and how to open one.
+
+    `open` reads and checks the description of a file's rows. It raises DataError if the file cannot
+    be used, or another error if it is missing or damaged.
+    """
+
+    title: str
+    ends: tuple[str, ...]
+    open: Callable[[Opened, Columns], Shard]
+
+
+_PACKED = ("", ".gz")
+_LISTS = tuple(end + more for end in (".csv", ".tsv", ".jsonl", ".ndjson") for more in _PACKED)
+_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+FORMATS = (
+    Format("Parquet", (".parquet",), open_parquet),
+    Format("Arrow", (".arrow",), open_arrow),
+    Format("tar", _TARS, open_tar),
+    Format("CSV, TSV or JSON lines", _LISTS, open_list),
+)
+
+
+def format_of(name: str) -> Format | None:
+    """The format of a file of this name."""
+    return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
+
+
+def open_shard(uri: str, columns: Columns) -> Shard:
+    """Reads and checks the description of the rows of a file at a URI or path.
+
+    Raises:
+        DataError: it is missing or damaged, or a column is missing or of the wrong type.
+    """
+    name = without_secrets(uri)
+    form = format_of(name) or FORMATS[0]
+    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
+        raise DataError(f"{name}: {NO_FILE}: remove it.")
+    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
+    return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
+
+
+def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
+    """Opens all files, or raises one error that lists each unusable file."""
+    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
+        opened = list(pool.map(lambda path: attempt(lambda: open_shard(path, columns)), paths))
+    errors = [result for result in opened if isinstance(result, Exception)]
+    for error in errors:
+        if len(errors) == 1 or not isinstance(error, DataError):
+            raise error
+    if errors:
+        texts = [str(error).rstrip(".") for error in errors]
+        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
+    return [result for result in opened if isinstance(result, Shard)]
