@@ -23,11 +23,10 @@ from raytrain_ddp.data.formats.image_folder import (
 from raytrain_ddp.data.formats.labels import were_numbers
 from raytrain_ddp.data.formats.shard import read_file, unless_failed, with_retries
 from raytrain_ddp.data.formats.shard_images import ShardImages
-from raytrain_ddp.data.holdout import HoldoutPart
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import open_evaluation, open_splits
+from raytrain_ddp.data.splits import HoldoutPart, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of
 from raytrain_ddp.uri import open_uri, without_secrets
