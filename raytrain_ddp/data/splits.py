@@ -17,11 +17,18 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locate_evaluation
-from raytrain_ddp.data.discovery.file_listing import counted
-from raytrain_ddp.data.formats.image_folder import FolderImages
-from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
+from raytrain_ddp.data.discovery.file_listing import EXTENSIONS, counted, is_image, list_on_disk
+from raytrain_ddp.data.formats.labels import (
+    NoLabelsError,
+    UnknownClassError,
+    distinct_names,
+    normalized,
+    numbers_in,
+)
+from raytrain_ddp.data.formats.shard import content_of, sizes_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
-from raytrain_ddp.data.loading.sources import ImageSource
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
+from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows, hash64, mix64
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
@@ -31,6 +38,7 @@ Counted = tuple[Sequence[Rows | None], list[str]]
 """The rows of each class of both splits, and notes about images that lists name more than once."""
 
 _NAMES_SHOWN = 5
+_ROWS_PER_BLOCK = 256
 _COUNTED_WITHIN_S = 20.0  # runs while the model is prepared; no long waits for slow storage
 _STREAM = 0x5EED_0007  # separates the random bits of the held-out rows from other uses
 _NO_EVALUATION = (
@@ -258,6 +266,72 @@ def notes_of(source: ImageSource, what: str) -> list[str]:
     if source.mapped:
         notes.append(f"the labels of {what} are {source.mapped}.")
     return notes
+
+
+class FolderImages(ImageSource):
+    """Rows of (encoded image, label) from the files below one folder per class, in the order of
+    torchvision's ImageFolder.
+
+    A file that cannot be read (a broken link, no permission) is a `BadRecord`.
+
+    Args:
+        root: its folders are the classes, in alphabetical order, with images at any depth.
+        classes: class names, which must include those of the folders. Default: those of the
+            folders.
+
+    Raises:
+        NoLabelsError: there are images, but no class folders.
+        DataError: there are no class folders, one of them has no images or is not a known class, or
+            a folder cannot be read.
+    """
+
+    def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
+        self._root = root
+        listing = list_on_disk(root, root, classes or (), every=True)
+        found: dict[str, list[str]] = {name: [] for name in listing.folders if "/" not in name}
+        outside = 0
+        for name in sorted(listing.files, key=os.path.split):
+            top, below, _ = name.partition("/")
+            path = os.path.join(root, name)
+            if below and is_image(name):
+                found[top].append(path)
+            elif not below and not os.path.exists(path):  # its target may have been a class folder
+                raise DataError(f"{path}: a broken link: repair or remove it.")
+            outside += not below and is_image(name)
+        if not found and outside:
+            raise NoLabelsError(
+                f"{root}: {outside} images, but no class folders: create one folder per class."
+            )
+        if not found:
+            raise DataError(f"{root}: contains no class folders.")
+        own = distinct_names(found, root)
+        self.class_names = own if classes is None else list(classes)
+        self.files: list[tuple[str, int]] = []
+        for label, name in zip(numbers_in(self.class_names, own, root), found, strict=True):
+            if not found[name]:
+                raise DataError(
+                    f"{root}/{name}: a class folder without images ({', '.join(EXTENSIONS)}): add "
+                    "images or remove it."
+                )
+            self.files += [(path, label) for path in found[name]]
+        self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
+
+    def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:
+        return [(content_of(path), label) for path, label in (self.files[r] for r in rows.tolist())]
+
+    def labels(self) -> Rows:
+        return np.array([label for _, label in self.files], np.int64)
+
+    def fingerprint(self) -> str:
+        """The fingerprint of names relative to the root, labels and sizes."""
+        digest, sizes = sha256(), sizes_of([path for path, _ in self.files])
+        for (path, label), size in zip(self.files, sizes, strict=True):
+            line = f"{os.path.relpath(path, self._root)} {label} {size}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def where(self, row: int) -> str:
+        return self.files[row][0]
 
 
 # ------------------------------------------------------------------ --data.holdout

@@ -14,9 +14,11 @@ from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.file_listing import (
+    LEFT_OUT,
     FileListing,
     counted,
     fits,
+    is_image,
     list_in_store,
     list_on_disk,
 )
@@ -39,7 +41,6 @@ from raytrain_ddp.data.discovery.split_names import (
     splits_of_files,
 )
 from raytrain_ddp.data.formats.file_formats import FORMATS, format_of
-from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
 from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets

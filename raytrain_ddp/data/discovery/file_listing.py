@@ -8,20 +8,15 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import (
-    NO_FILE,
-    files_below,
-    is_image,
-    without_leftovers,
-)
-from raytrain_ddp.data.formats.shard import read_file, unless_failed
+from raytrain_ddp.data.formats.shard import NO_FILE, read_file, unless_failed
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_names, is_passing
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
@@ -34,6 +29,17 @@ from raytrain_ddp.uri import (
     uri_beside,
 )
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control; network drives
+    r"\._.*|\.DS_Store|\.AppleDouble|\.Spotlight-V100|\.fseventsd|\.Trash.*|__MACOSX"
+    r"|Network Trash Folder|Temporary Items|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|~\$.*"
+    r"|\$RECYCLE\.BIN|RECYCLER|System Volume Information|found\.\d{3}|lost\+found|\.nfs\w+"
+    r"|__pycache__|\.ipynb_checkpoints|\.git|\.svn|CVS|[@#.](?:tmp|__thumb|recycle|snapshot)"
+    r"|@eaDir|@SynoResource|@Recently-Snapshot|~snapshot|_gsdata_",
+    re.IGNORECASE,
+)
+LEFT_OUT = "hidden or left by a system"
+_MAX_DEPTH = 200
 _GLOB_SIGNS = "*?["
 _URI_GLOB_SIGNS = "*["  # "?" starts the query
 _KINDS_SHOWN = 5
@@ -99,6 +105,34 @@ class FileListing:
         return [name for name in names if "/__" not in f"/{name}"]
 
 
+def is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS)
+
+
+def leftover_in(path: str, kept: Collection[str] = ()) -> str:
+    """Returns the path up to its first file or folder that is hidden or was left by an operating
+    system, a file manager or a network drive; "" if there is none.
+
+    Args:
+        kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
+            hidden ones.
+    """
+    parts = path.split("/")
+    for place, name in enumerate(parts):
+        is_kept = not name.startswith(".") or any(fnmatchcase(name, each) for each in kept)
+        if name not in (*kept, ".", "..") and (_OF_A_SYSTEM.fullmatch(name) or not is_kept):
+            return "/".join(parts[: place + 1])
+    return ""
+
+
+def without_leftovers(
+    names: Iterable[str], kept: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Returns the names that are data; and the files and folders that are leftovers, sorted."""
+    found = [(name, leftover_in(name, kept)) for name in names]
+    return [name for name, left in found if not left], sorted({left for _, left in found if left})
+
+
 def counted(names: Sequence[str], why: str) -> list[str]:
     """Returns a note with the number of unused files and folders of each kind, and an example; none
     without names."""
@@ -123,6 +157,34 @@ def _hidden_in(pattern: str) -> list[str]:
 # ------------------------------------------------------------------ disks
 
 
+def _files_below(
+    folder: str, kept: Collection[str] = ()
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields a folder and each one below it, following links, with the names of its files and of
+    its leftovers.
+
+    Args:
+        kept: see `leftover_in`.
+
+    Raises:
+        DataError: a folder cannot be read, there are too many levels, or a link leads back to a
+            folder above it.
+    """
+
+    def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if place.count(os.sep) > folder.count(os.sep) + _MAX_DEPTH:
+            raise DataError(f"{folder}: more than {_MAX_DEPTH} levels of folders: move them up.")
+        folders[:], left = without_leftovers(folders, kept)
+        for link in filter(os.path.islink, (os.path.join(place, name) for name in folders)):
+            if f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(link)}/"):
+                raise DataError(f"the link {link} points to a folder above it: delete it.")
+        files, more = without_leftovers(names, kept)
+        yield place, files, left + more
+
+
 def list_on_disk(
     source: str, shown: str, kept: Collection[str] = (), every: bool = False
 ) -> FileListing:
@@ -142,7 +204,7 @@ def list_on_disk(
     left_out: list[str] = []
     if os.path.isdir(path):
         try:
-            for place, names, left in files_below(path, kept):
+            for place, names, left in _files_below(path, kept):
                 below = "" if place == path else f"{os.path.relpath(place, path)}/"
                 images = sorted(name for name in names if is_image(name))
                 others = [name for name in names if not is_image(name)]

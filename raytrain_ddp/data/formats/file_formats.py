@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import NO_FILE
 from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
+    NO_FILE,
     Columns,
     Opened,
     RowGroup,

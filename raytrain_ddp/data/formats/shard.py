@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import PurePosixPath
+from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import read_on_disk, reason_of_file
 from raytrain_ddp.data.formats.labels import STRINGS, check_targets, is_label
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
@@ -31,7 +33,14 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of
 T = TypeVar("T")
 
 RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
+NO_FILE = "a named pipe, socket or device, not a file"
 _BINARIES = (pa.binary(), pa.large_binary(), pa.binary_view())
+_DISK = pafs.LocalFileSystem()
+_STAT_THREADS = 16
+_READ_BYTES = 2**16
+_OF_THE_FILE = (
+    *(errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO),
+)
 
 
 class Columns(NamedTuple):
@@ -181,11 +190,8 @@ class Shard:
         if not self.is_local and leads_out(path):
             return BadRecord(f"{shown} is not in the folder of its images or below it")
         place = os.path.join(self.at.image_root, path)
-        outcome = with_retries(lambda: read_file(self.at.image_fs, place), self.is_local)
-        if isinstance(outcome, Exception) and (reason := reason_of_file(outcome)):
-            return BadRecord(f"{shown}: {reason}")
-        # Any other error is not a bad record: the file may be readable later.
-        return unless_failed(outcome, self.at.uri, f"{shown}: cannot be read")
+        image = image_in(self.at.image_fs, place, self.at.uri, shown)
+        return BadRecord(f"{shown}: {image}") if isinstance(image, BadRecord) else image
 
 
 def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
@@ -210,34 +216,6 @@ def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
     # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for to_numpy.
     values = [table.column(name).to_pylist() for name in columns]
     return values[0] if len(values) == 1 else list(zip(*values, strict=True))
-
-
-def read_file(fs: Any, path: str) -> bytes:
-    """The bytes as they are, whatever the name ends with."""
-    if isinstance(fs, pafs.LocalFileSystem):
-        return read_on_disk(path)
-    with fs.open_input_stream(path, compression=None) as stream:
-        return bytes(stream.read())
-
-
-def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
-    """Like `attempt`, but retries errors of an object store a little later."""
-    outcome = attempt(ask)
-    for wait_s in () if is_local else RETRY_S:
-        if not isinstance(outcome, Exception) or not is_passing(outcome):
-            break
-        time.sleep(wait_s)
-        outcome = attempt(ask)
-    return outcome
-
-
-def unless_failed(outcome: T | Exception, uri: str, what: str) -> T:
-    """Returns an outcome; raises DataError (``what: why``, without secrets) if it is an error."""
-    if isinstance(outcome, RaytrainError):
-        raise outcome
-    if isinstance(outcome, Exception):
-        raise DataError(f"{what}: {reason_of_file(outcome) or reason_of(uri, outcome)}.")
-    return outcome
 
 
 def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, ...], str]:
@@ -300,3 +278,94 @@ def column_of(name: str, values: Sequence[Any], where: str) -> Any:
 def leads_out(path: str) -> bool:
     """Whether it is not below the folder that it starts from."""
     return path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_file(fs: Any, path: str) -> bytes:
+    """The bytes as they are, whatever the name ends with."""
+    if isinstance(fs, pafs.LocalFileSystem):
+        return read_on_disk(path)
+    with fs.open_input_stream(path, compression=None) as stream:
+        return bytes(stream.read())
+
+
+def read_on_disk(path: str) -> bytes:
+    """The bytes of a file, in fewer system calls than `open` needs.
+
+    Raises:
+        OSError: it cannot be read; ENXIO if it might never end.
+    """
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
+    try:
+        seen = os.fstat(file)
+        if not S_ISREG(seen.st_mode) and not S_ISDIR(seen.st_mode):
+            raise OSError(errno.ENXIO, NO_FILE)
+        pieces = [os.read(file, seen.st_size + 1)]
+        while more := os.read(file, _READ_BYTES):  # of more than 2 GiB, or still growing
+            pieces.append(more)
+        return b"".join(pieces)
+    finally:
+        os.close(file)
+
+
+def reason_of_file(error: Exception) -> str:
+    """Why a file itself cannot be read; "" if it may be readable later."""
+    if isinstance(error, FileNotFoundError):  # of a store, too
+        return "no such file"
+    if isinstance(error, OSError) and error.errno in _OF_THE_FILE:
+        return str(error.strerror)
+    return ""
+
+
+def image_in(fs: Any, path: str, uri: str, shown: str) -> bytes | BadRecord:
+    """The bytes of a file; a `BadRecord` if it cannot be read for a reason of its own.
+
+    Raises:
+        DataError: it cannot be read for another reason, so it may be readable later.
+    """
+    outcome = with_retries(lambda: read_file(fs, path), isinstance(fs, pafs.LocalFileSystem))
+    if isinstance(outcome, Exception) and (reason := reason_of_file(outcome)):
+        return BadRecord(reason)
+    return unless_failed(outcome, uri, f"{shown}: cannot be read")
+
+
+def content_of(path: str) -> bytes | BadRecord:
+    """The bytes of a file on this machine, as `image_in`."""
+    return image_in(_DISK, path, path, path)
+
+
+def sizes_of(paths: Sequence[str]) -> list[int]:
+    """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
+
+    def size(path: str) -> int:
+        try:
+            return os.path.getsize(path)
+        except (OSError, ValueError):  # or it has a null character
+            return -1
+
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:  # for NFS
+        return list(threads.map(size, paths))
+
+
+def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
+    """Like `attempt`, but retries errors of an object store a little later."""
+    outcome = attempt(ask)
+    for wait_s in () if is_local else RETRY_S:
+        if not isinstance(outcome, Exception) or not is_passing(outcome):
+            break
+        time.sleep(wait_s)
+        outcome = attempt(ask)
+    return outcome
+
+
+def unless_failed(outcome: T | Exception, uri: str, what: str) -> T:
+    """Returns an outcome; raises DataError (``what: why``, without secrets) if it is an error."""
+    if isinstance(outcome, RaytrainError):
+        raise outcome
+    if isinstance(outcome, Exception):
+        raise DataError(f"{what}: {reason_of_file(outcome) or reason_of(uri, outcome)}.")
+    return outcome

@@ -22,7 +22,6 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.file_formats import open_shards
-from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import (
     Labels,
     NoLabelsError,
@@ -34,7 +33,7 @@ from raytrain_ddp.data.formats.labels import (
     numbers_in,
     were_numbers,
 )
-from raytrain_ddp.data.formats.shard import Columns, Shard, rows_in
+from raytrain_ddp.data.formats.shard import Columns, Shard, rows_in, sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 from raytrain_ddp.errors import DataError, first_names, quoted

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
 from raytrain_ddp.data.formats.file_formats import open_shards
-from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import NoLabelsError
+from raytrain_ddp.data.formats.shard import sizes_of
 from raytrain_ddp.data.formats.shard_images import columns_of
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.pixels.decoding import reason_for

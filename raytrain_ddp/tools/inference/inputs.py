@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.discovery.file_listing import counted, list_in_store, list_on_disk
-from raytrain_ddp.data.formats.file_formats import format_of
-from raytrain_ddp.data.formats.image_folder import (
+from raytrain_ddp.data.discovery.file_listing import (
     LEFT_OUT,
-    FolderImages,
-    content_of,
+    counted,
     is_image,
-    sizes_of,
+    list_in_store,
+    list_on_disk,
 )
+from raytrain_ddp.data.formats.file_formats import format_of
 from raytrain_ddp.data.formats.labels import were_numbers
-from raytrain_ddp.data.formats.shard import read_file, unless_failed, with_retries
+from raytrain_ddp.data.formats.shard import (
+    content_of,
+    read_file,
+    sizes_of,
+    unless_failed,
+    with_retries,
+)
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import HoldoutPart, open_evaluation, open_splits
+from raytrain_ddp.data.splits import FolderImages, HoldoutPart, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of
 from raytrain_ddp.uri import open_uri, without_secrets

@@ -18,11 +18,10 @@ from split_checks import folder, labels_of, lines, splits_of
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import Labels, name_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.data.splits import FolderImages, open_splits
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import DataError
 
