@@ -17,15 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
     NO_FILE,
-    Columns,
     Opened,
     RowGroup,
     Shard,
     column_of,
     columns_of_images,
+    label_columns,
     rows_in,
     shard_of,
     unless_failed,
@@ -42,7 +43,7 @@ _FILE_MAGIC = b"ARROW1"
 # ------------------------------------------------------------------ lists
 
 
-def open_list(at: Opened, columns: Columns) -> Shard:
+def open_list(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """A file of lines with the paths of images; its rows are counted from 0, without the header."""
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
@@ -50,14 +51,14 @@ def open_list(at: Opened, columns: Columns) -> Shard:
     content.decode()  # raises ValueError
     end = at.name.lower().removesuffix(".gz")
     if end.endswith((".jsonl", ".ndjson")):
-        table = _from_json(content, at.name, columns)
+        table = _from_json(content, at.name, config)
     else:
-        table = _from_csv(content, "\t" if end.endswith(".tsv") else ",", at.name, columns)
-    images, path_column = columns_of_images(at.name, table.schema, columns)
-    table = table.select([*images, *columns.labels])
+        table = _from_csv(content, "\t" if end.endswith(".tsv") else ",", at.name, config)
+    images, path_column = columns_of_images(at.name, table.schema, config, binary)
+    table = table.select([*images, *label_columns(config)])
     parts = (table.slice(start, _GROUP_ROWS) for start in range(0, len(table), _GROUP_ROWS))
     return shard_of(
-        at.below(columns.root),
+        at.below(config.root),
         table,
         [RowGroup(len(part), part.nbytes, 0, images) for part in parts],
         size_bytes=len(content),
@@ -67,12 +68,12 @@ def open_list(at: Opened, columns: Columns) -> Shard:
     )
 
 
-def _from_csv(content: bytes, mark: str, name: str, columns: Columns) -> Any:
+def _from_csv(content: bytes, mark: str, name: str, config: DataConfig) -> Any:
     import pyarrow.csv as arrow_csv  # few data sets need it
 
     if b'"' in content:
         _require_closed(content, mark, name)
-    as_text = (columns.image,) if columns.targets else (columns.image, columns.label)
+    as_text = (config.image_column, *([] if config.target_columns else label_columns(config)))
     return arrow_csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
@@ -102,9 +103,9 @@ def _require_closed(content: bytes, mark: str, name: str) -> None:
             row += 1
 
 
-def _from_json(content: bytes, name: str, columns: Columns) -> Any:
+def _from_json(content: bytes, name: str, config: DataConfig) -> Any:
     """Reads the columns that are used; others may hold anything."""
-    used = {columns.image, *columns.labels}
+    used = {config.image_column, *label_columns(config)}
     rows: list[dict[str, Any]] = []
     found: dict[str, None] = {}
     for line in filter(bytes.strip, content.removeprefix(codecs.BOM_UTF8).splitlines()):
@@ -126,7 +127,7 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
 # ------------------------------------------------------------------ Arrow
 
 
-def open_arrow(at: Opened, columns: Columns) -> Shard:
+def open_arrow(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """Opens an Arrow stream, as `datasets` writes it, or an Arrow file (Feather).
 
     The record batches are the row groups.
@@ -138,15 +139,15 @@ def open_arrow(at: Opened, columns: Columns) -> Shard:
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as found:
             table = found.read_all()
     schema = table.schema
-    images, path_column = columns_of_images(at.name, schema, columns)
-    batches = [len(batch) for batch in table.column(columns.image).chunks]
-    table = table.select([columns.image, *columns.labels]).flatten()
+    images, path_column = columns_of_images(at.name, schema, config, binary)
+    batches = [len(batch) for batch in table.column(config.image_column).chunks]
+    table = table.select([config.image_column, *label_columns(config)]).flatten()
     groups, digest, start = [], sha256(schema.to_string().encode()), 0
     for rows in batches:
         part = table.slice(start, rows)
         bytes_of = sum(part[image].nbytes for image in images)
         groups.append(RowGroup(rows, part.nbytes, bytes_of, images))
-        digest.update(f"{rows} {part.nbytes} {rows_in(part, columns.labels)}".encode())
+        digest.update(f"{rows} {part.nbytes} {rows_in(part, label_columns(config))}".encode())
         start += rows
     return shard_of(
         at,
@@ -156,7 +157,7 @@ def open_arrow(at: Opened, columns: Columns) -> Shard:
         digest=digest.hexdigest(),
         images=images,
         path_column=path_column,
-        class_names=hugging_face_names(schema, columns.labels, at.name),
+        class_names=hugging_face_names(schema, label_columns(config), at.name),
     )
 
 
@@ -167,17 +168,17 @@ _BUFFER_BYTES = 256 * 2**10
 _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
-def open_parquet(at: Opened, columns: Columns) -> Shard:
+def open_parquet(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """Opens a Parquet file: reads and checks its footer, which is the digest."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)
     file = _parsed(footer)
-    images, path_column = columns_of_images(at.name, file.schema_arrow, columns)
+    images, path_column = columns_of_images(at.name, file.schema_arrow, config, binary)
     if images == (path_column,):
-        at = at.below(columns.root)
+        at = at.below(config.root)
     groups = [
-        _row_group(file.metadata.row_group(i), images, columns.labels)
+        _row_group(file.metadata.row_group(i), images, label_columns(config))
         for i in range(file.metadata.num_row_groups)
     ]
     is_local = isinstance(at.fs, pafs.LocalFileSystem)
@@ -209,7 +210,7 @@ def open_parquet(at: Opened, columns: Columns) -> Shard:
         path_column,
         load,
         lambda group, place: f"{at.name}, row group {group}, row {place}",
-        hugging_face_names(file.schema_arrow, columns.labels, at.name),
+        hugging_face_names(file.schema_arrow, label_columns(config), at.name),
     )
 
 
@@ -252,7 +253,7 @@ class Format(NamedTuple):
 
     title: str
     ends: tuple[str, ...]
-    open: Callable[[Opened, Columns], Shard]
+    open: Callable[[Opened, DataConfig, bool], Shard]
 
 
 _PACKED = ("", ".gz")
@@ -271,7 +272,7 @@ def format_of(name: str) -> Format | None:
     return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
 
 
-def open_shard(uri: str, columns: Columns) -> Shard:
+def open_shard(uri: str, config: DataConfig, binary: bool) -> Shard:
     """Reads and checks the description of the rows of a file at a URI or path.
 
     Raises:
@@ -281,14 +282,16 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     form = format_of(name) or FORMATS[0]
     if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
-    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
+    is_local = "://" not in uri
+    outcome = with_retries(lambda: form.open(Opened.at(uri, name), config, binary), is_local)
     return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
 
 
-def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
+def open_shards(paths: Sequence[str], config: DataConfig, binary: bool) -> list[Shard]:
     """Opens all files, or raises one error that lists each unusable file."""
     with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
-        opened = list(pool.map(lambda path: attempt(lambda: open_shard(path, columns)), paths))
+        asked = [pool.submit(open_shard, path, config, binary) for path in paths]
+    opened = [attempt(each.result) for each in asked]
     errors = [result for result in opened if isinstance(result, Exception)]
     for error in errors:
         if len(errors) == 1 or not isinstance(error, DataError):

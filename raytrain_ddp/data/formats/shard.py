@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.labels import STRINGS, check_targets, is_label
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
@@ -43,31 +44,9 @@ _OF_THE_FILE = (
 )
 
 
-class Columns(NamedTuple):
-    """The columns that are read from each file, see `DataConfig`.
-
-    Args:
-        label: the column with the labels; "": none are read.
-        root: folder of the images that a list names; None: that of the list.
-        targets: the columns with the targets, read instead of `label`.
-        binary: whether the targets are labels, which a row has or does not have.
-    """
-
-    image: str
-    label: str
-    root: str | None = None
-    targets: tuple[str, ...] = ()
-    binary: bool = False
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The columns with the labels or targets."""
-        return self.targets or ((self.label,) if self.label else ())
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether the targets are one column of lists of labels."""
-        return self.binary and len(self.targets) == 1
+def label_columns(config: DataConfig) -> tuple[str, ...]:
+    """The columns with the labels or targets; none if no labels are read."""
+    return config.target_columns or ((config.label_column,) if config.label_column else ())
 
 
 class RowGroup(NamedTuple):
@@ -218,15 +197,17 @@ def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
     return values[0] if len(values) == 1 else list(zip(*values, strict=True))
 
 
-def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, ...], str]:
+def columns_of_images(
+    name: str, schema: Any, config: DataConfig, binary: bool
+) -> tuple[tuple[str, ...], str]:
     """The columns of the images (bytes, paths of files, or both), and that of the paths.
 
     Raises:
         DataError: a column is missing, there are two of that name, or it has the wrong type.
     """
-    flag = "--data.target-columns" if columns.targets else "--data.label-column"
-    flags = f"--data.image-column or {flag}" if columns.labels else "--image-column"
-    for column in (columns.image, *columns.labels):
+    flag = "--data.target-columns" if config.target_columns else "--data.label-column"
+    flags = f"--data.image-column or {flag}" if label_columns(config) else "--image-column"
+    for column in (config.image_column, *label_columns(config)):
         if schema.names.count(column) > 1:
             raise DataError(f"{name}: has several columns named {quoted(column)}.")
         if column not in schema.names:
@@ -234,25 +215,26 @@ def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[s
                 f"{name}: no column {quoted(column)} among {first_names(schema.names)}."
                 f"{did_you_mean(column, schema.names)} Set {flags}."
             )
-    types = {column: schema.field(column).type for column in columns.labels}
-    if columns.targets:
-        check_targets(name, types, columns.binary)
-    elif columns.label and not is_label(types[columns.label]):
+    types = {column: schema.field(column).type for column in label_columns(config)}
+    if config.target_columns:
+        check_targets(name, types, binary)
+    elif config.label_column and not is_label(types[config.label_column]):
         raise DataError(
-            f"{name}: column {quoted(columns.label)} is {types[columns.label]}; expected one "
-            f"integer, string or boolean per row. Set {flag}; or, for several labels or numbers, "
-            "--data.target-columns."
+            f"{name}: column {quoted(config.label_column)} is {types[config.label_column]}; "
+            f"expected one integer, string or boolean per row. Set {flag}; or, for several labels "
+            "or numbers, --data.target-columns."
         )
-    image = schema.field(columns.image).type
+    image = schema.field(config.image_column).type
     if image in (*_BINARIES, *STRINGS):
-        return (columns.image,), columns.image if image in STRINGS else ""
+        return (config.image_column,), config.image_column if image in STRINGS else ""
     fields = {field.name: field.type for field in image} if pa.types.is_struct(image) else {}
     fits = {"bytes": _BINARIES, "path": STRINGS}
-    usable = {of: f"{columns.image}.{of}" for of in fits if fields.get(of) in fits[of]}
+    usable = {of: f"{config.image_column}.{of}" for of in fits if fields.get(of) in fits[of]}
     if not usable:
         raise DataError(
-            f"{name}: column {quoted(columns.image)} is {image}; encoded images (struct<bytes, "
-            "path> or binary) or paths of files are expected. Set --data.image-column."
+            f"{name}: column {quoted(config.image_column)} is {image}; encoded images "
+            "(struct<bytes, path> or binary) or paths of files are expected. Set "
+            "--data.image-column."
         )
     return tuple(usable.values()), usable.get("path", "")
 

@@ -33,7 +33,7 @@ from raytrain_ddp.data.formats.labels import (
     numbers_in,
     were_numbers,
 )
-from raytrain_ddp.data.formats.shard import Columns, Shard, rows_in, sizes_of
+from raytrain_ddp.data.formats.shard import Shard, label_columns, rows_in, sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 from raytrain_ddp.errors import DataError, first_names, quoted
@@ -80,8 +80,9 @@ class ShardImages(ImageSource):
         binary: bool = False,
         named: Sequence[str] | None = None,
     ) -> None:
-        self._columns = columns_of(config, binary)
-        self._shards = open_shards(paths, self._columns)
+        self._config, self._binary = config, binary
+        self._columns = label_columns(config)
+        self._shards = open_shards(paths, config, binary)
         self.uses_root = any(shard.has_files for shard in self._shards)
         self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
@@ -100,13 +101,11 @@ class ShardImages(ImageSource):
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names: list[str] = []
-        if self._columns.labels:
+        if self._columns:
             self._labels_of = self._mapping(classes, named)
             self.class_names = [*self._labels_of.names]
         self._remote = any(not shard.is_local for shard in self._shards)
-        self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
-        self._may_skip = config.may_skip
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -136,9 +135,9 @@ class ShardImages(ImageSource):
 
     def labels(self) -> Rows:
         """Reads only the label columns; see `ImageSource.labels`."""
-        if not self._columns.labels:
+        if not self._columns:
             return np.zeros(self.blocks.sum(), np.int64)
-        kind, start, numbers = np.float32 if self._columns.targets else np.int64, 0, []
+        kind, start, numbers = np.float32 if self._config.target_columns else np.int64, 0, []
         for of_shard in filter(None, self._values()):
             numbers.append(np.array(self._numbers(of_shard, start), kind))
             start += len(of_shard)
@@ -164,7 +163,7 @@ class ShardImages(ImageSource):
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
         for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
-            if size < 0 and not self._may_skip:
+            if size < 0 and not self._config.may_skip:
                 raise DataError(
                     f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
                     "row, set --data.bad-records skip, or --data.root to the folder of the images."
@@ -210,10 +209,10 @@ class ShardImages(ImageSource):
     def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
         images = shard.groups[group].images
-        table = shard.read([group], (*images, *self._columns.labels))
+        table = shard.read([group], (*images, *self._columns))
         labels: list[Any] = [0] * table.num_rows
-        if self._columns.labels:
-            values = rows_in(table, self._columns.labels)
+        if self._columns:
+            values = rows_in(table, self._columns)
             labels = self._numbers(values, int(self._starts[block]))
         kept = {"paths" if name == shard.path_column else "images": name for name in images}
         columns = {kind: table.column(name) for kind, name in kept.items()}
@@ -225,7 +224,7 @@ class ShardImages(ImageSource):
         numbers: list[Any] = list(map(self._labels_of.number, values))
         place = next((n for n, number in enumerate(numbers) if isinstance(number, str)), None)
         if place is not None:
-            column = "" if self._columns.targets else f"{self._columns.label} "
+            column = "" if self._config.target_columns else f"{self._config.label_column} "
             raise DataError(f"{self.where(start + place)}: {column}{numbers[place]}.")
         return numbers
 
@@ -239,7 +238,8 @@ class ShardImages(ImageSource):
     def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
         used = used or (lambda block: np.ones(self.blocks[block], bool))
-        return RowGroupCache(self._load, self.block_bytes, self._memory_bytes, threads, used)
+        limit_bytes = self._config.memory_mib * _MIB
+        return RowGroupCache(self._load, self.block_bytes, limit_bytes, threads, used)
 
     # -------------------------------------------------------------- the labels
 
@@ -256,14 +256,15 @@ class ShardImages(ImageSource):
             DataError: files disagree about their classes, or have classes that are not in the given
                 list, or classes are given for columns.
         """
-        columns, files = self._columns, first_names([shard.name for shard in self._shards], 2)
-        if columns.targets and not columns.has_lists:
-            if classes is not None and tuple(classes) != columns.targets:
+        targets, binary = self._config.target_columns, self._binary
+        files = first_names([shard.name for shard in self._shards], 2)
+        if targets and not (binary and len(targets) == 1):  # which has lists of labels
+            if classes is not None and tuple(classes) != targets:
                 raise DataError(
                     f"data.classes = {quoted(tuple(classes))}: the names of targets are those of "
                     "their columns: remove it."
                 )
-            return Targets(columns.targets, columns.targets, columns.binary)
+            return Targets(targets, targets, binary)
         stated = [(shard.name, shard.class_names) for shard in self._shards if shard.class_names]
         is_named = named is not None or len(stated) == len(self._shards)
         if named is not None:
@@ -279,14 +280,14 @@ class ShardImages(ImageSource):
             own = None if were_numbers(classes, own or ()) else own
             numbers_in(classes, own or (), files)
         known = own if classes is None else list(classes)
-        if columns.targets:
+        if targets:
             rows = () if known else self._values()
             occur = (label for values in rows for row in values for label in row or ())
-            return Targets(columns.targets, known or names_of(occur), columns.binary, own)
+            return Targets(targets, known or names_of(occur), binary, own)
         if known is None:
             known = self._labels_that_occur(files)
         else:
-            groups = (shard.read([group], columns.labels) for shard, group in self._blocks)
+            groups = (shard.read([group], self._columns) for shard, group in self._blocks)
             values = ({*group.column(0).to_pylist()} for group in groups)  # until there is a label
             if not any(is_labeled(value, known) for group in values for value in group):
                 raise _without_labels(files)
@@ -306,7 +307,7 @@ class ShardImages(ImageSource):
         every = {value for values in found for value in values}
         kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
         if len(kinds) > 1:
-            several, column = " and ".join(sorted(kinds)), quoted(self._columns.label)
+            several, column = " and ".join(sorted(kinds)), quoted(self._config.label_column)
             raise DataError(f"{files}: column {column} has labels of several types: {several}.")
         self._labels_of = Labels(names_of(every))
         if any(isinstance(self._labels_of.number(value), str) for value in every):
@@ -316,7 +317,7 @@ class ShardImages(ImageSource):
     def _values(self) -> Iterator[list[Any]]:
         """The labels or targets in each file, see `rows_in`; reads several files in parallel."""
         with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
-            yield from pool.map(lambda shard: shard.values(*self._columns.labels), self._shards)
+            yield from pool.map(lambda shard: shard.values(*self._columns), self._shards)
 
 
 _KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
@@ -324,11 +325,6 @@ _KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
 
 def _without_labels(files: str) -> NoLabelsError:
     return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
-
-
-def columns_of(config: DataConfig, binary: bool = False) -> Columns:
-    targets = config.target_columns
-    return Columns(config.image_column, config.label_column, config.root, targets, binary)
 
 
 # ------------------------------------------------------------------ in memory
