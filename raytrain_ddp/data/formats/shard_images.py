@@ -36,7 +36,7 @@ from raytrain_ddp.data.formats.labels import (
 from raytrain_ddp.data.formats.shard import Shard, label_columns, rows_in, sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
-from raytrain_ddp.errors import DataError, first_names, quoted
+from raytrain_ddp.errors import DataError, first_names, in_one_line, quoted
 from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
@@ -156,19 +156,23 @@ class ShardImages(ImageSource):
         its images), independent of where the files are.
 
         Raises:
-            DataError: an image of a list does not exist, and bad records are an error.
+            DataError: no image of a list exists, or one does not, and bad records are an error.
         """
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
-        for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
-            if size < 0 and not self._config.may_skip:
-                raise DataError(
-                    f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
-                    "row, set --data.bad-records skip, or --data.root to the folder of the images."
-                )
-            digest.update(f"{size}\n".encode())
+        paths = [path for path, _ in self.files or ()]
+        sizes = sizes_of(paths)
+        missing = [row for row, size in enumerate(sizes) if size < 0]
+        if missing and (not self._config.may_skip or len(missing) == len(sizes)):
+            first = missing[0]
+            raise DataError(
+                f"{self.where(first)}: {in_one_line(paths[first])}: no such file; missing are "
+                f"{len(missing)} of {len(sizes)}. Restore them, remove the rows, set --data.root "
+                "to the folder that the paths are relative to, or --data.bad-records skip."
+            )
+        digest.update("".join(f"{size}\n" for size in sizes).encode())
         return digest.hexdigest()
 
     @property
