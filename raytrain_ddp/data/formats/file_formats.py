@@ -165,6 +165,7 @@ def open_arrow(at: Opened, config: DataConfig, binary: bool) -> Shard:
 
 _TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
 _BUFFER_BYTES = 256 * 2**10
+_MAGIC = b"PAR1"
 _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
@@ -218,7 +219,7 @@ def _read_footer(source: Any, size: int) -> bytes:
     """The end of a file, from which it can be opened: metadata, their length, magic bytes."""
     tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
     length = int.from_bytes(tail[-8:-4], "little") + 8
-    if len(tail) < length <= size:
+    if len(tail) < length <= size and tail.endswith(_MAGIC):  # else, pyarrow says what is wrong
         tail = source.read_at(length, size - length)
     return bytes(tail[-length:])
 
