@@ -198,16 +198,17 @@ class ShardImages(ImageSource):
 
     def place(self, row: int) -> tuple[str, int]:
         """The name of the file, and the row in it, from 0."""
-        shard = self._blocks[self._blocks_of(np.array([row]))[0]][0]
+        shard, _ = self._blocks[self._blocks_of(row)]
         first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
         return shard.name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
-        block = int(self._blocks_of(np.array([row]))[0])
+        block = self._blocks_of(row)
         shard, group = self._blocks[block]
         return shard.where_in(group, row - int(self._starts[block]))
 
-    def _blocks_of(self, rows: Rows) -> Rows:
+    def _blocks_of(self, rows: Any) -> Any:
+        """The block of a row, or of each of several."""
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _load(self, block: int) -> ImageGroup:
@@ -218,10 +219,9 @@ class ShardImages(ImageSource):
         if self._columns:
             values = rows_in(table, self._columns)
             labels = self._numbers(values, int(self._starts[block]))
-        kept = {"paths" if name == shard.path_column else "images": name for name in images}
-        columns = {kind: table.column(name) for kind, name in kept.items()}
-        whole = {k: c.chunk(0) if c.num_chunks == 1 else c for k, c in columns.items()}
-        return ImageGroup(labels=labels, nbytes=table.nbytes, **whole)
+        kinds = {"paths" if name == shard.path_column else "images": name for name in images}
+        columns = {kind: table.column(name) for kind, name in kinds.items()}
+        return ImageGroup(labels=labels, nbytes=table.nbytes, **columns)
 
     def _numbers(self, values: Sequence[Any], start: int) -> list[Any]:
         """The class numbers or targets of rows start, start + 1, ..."""
@@ -336,7 +336,7 @@ def _without_labels(files: str) -> NoLabelsError:
 
 @dataclass(frozen=True)
 class ImageGroup:
-    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
+    """A row group in memory: Arrow columns from which rows are copied when they are read."""
 
     labels: list[Any]
     nbytes: int
