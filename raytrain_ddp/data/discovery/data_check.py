@@ -116,7 +116,10 @@ def open_data_set(source: str, named_by: str, config: DataConfig) -> DataSet:
     is_uri, classes = "://" in source, config.classes or ()
     listing = list_in_store(source, shown) if is_uri else list_on_disk(source, shown, classes)
     found = DataSet(named_by, shown, "files", {}, listing.uri_of)
-    if written := _written_by_convert(listing) or saved_to_disk(listing):
+    written = _written_by_convert(listing)
+    if written is None:
+        written = saved_to_disk(listing)
+    if written is not None:
         _require_no_config(shown, asked)
         return replace(found, splits=written)
     if is_repository(listing):
