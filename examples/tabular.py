@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig
-from raytrain_ddp.data.holdout import held_out
+from raytrain_ddp.data.splits import held_out
 from raytrain_ddp.errors import ConfigError, DataError
 
 NUMBER = re.compile(r"[+-]?\d*\.?\d+(?:e[+-]?\d+)?", re.ASCII)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -16,20 +17,30 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locate_evaluation
-from raytrain_ddp.data.discovery.file_listing import counted
-from raytrain_ddp.data.formats.image_folder import FolderImages
-from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
-from raytrain_ddp.data.holdout import HoldoutPart, held_out
-from raytrain_ddp.data.loading.sources import ImageSource
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.discovery.file_listing import EXTENSIONS, counted, is_image, list_on_disk
+from raytrain_ddp.data.formats.labels import (
+    NoLabelsError,
+    UnknownClassError,
+    distinct_names,
+    normalized,
+    numbers_in,
+)
+from raytrain_ddp.data.formats.shard import content_of, sizes_of
+from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
+from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows, hash64, mix64
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
 
 Predicted = Literal["classes", "labels", "targets"]
+Counted = tuple[Sequence[Rows | None], list[str]]
+"""The rows of each class of both splits, and notes about images that lists name more than once."""
 
 _NAMES_SHOWN = 5
+_ROWS_PER_BLOCK = 256
 _COUNTED_WITHIN_S = 20.0  # runs while the model is prepared; no long waits for slow storage
+_STREAM = 0x5EED_0007  # separates the random bits of the held-out rows from other uses
 _NO_EVALUATION = (
     "the run is not evaluated because there is no evaluation split: set --data.holdout 0.1 to hold "
     "out a part of the training set, or set --data.eval-source."
@@ -51,7 +62,7 @@ class Splits:
     eval_from: str
     notes: tuple[str, ...]
     predicted: Predicted = "classes"
-    _counts: Future[tuple[dict[str, Rows], list[str]]] | None = None
+    _counts: Future[Counted] | None = None
     _began: float = 0.0
 
     @property
@@ -75,33 +86,31 @@ class Splits:
         assert self._counts is not None
         left_s = self._began + _COUNTED_WITHIN_S - time.monotonic()
         done, _ = wait([self._counts], max(0.0, left_s))
-        counts, repeated = self._counts.result() if done else ({}, [])
-        names = self.class_names
+        (of_train, of_eval), repeated = self._counts.result() if done else ((None, None), [])
         return DataSummary(
-            train=self._summary_of(self.train, counts.get("train")),
-            eval=self._summary_of(self.eval, counts.get("eval"), self.eval_from)
-            if self.eval
-            else None,
-            classes=len(names),
-            names=names[:_NAMES_SHOWN],
+            train=self._summary_of(self.train, of_train),
+            eval=self._summary_of(self.eval, of_eval, self.eval_from) if self.eval else None,
+            classes=len(self.class_names),
+            names=self.class_names[:_NAMES_SHOWN],
             notes=[*self.notes, *repeated],
             predicted=self.predicted,
         )
 
-    def _count(self, result: Future[tuple[dict[str, Rows], list[str]]]) -> None:
-        """The rows of each class, and notes about images that lists name more than once."""
-        counts: dict[str, Rows] = {}
+    def _count(self, result: Future[Counted]) -> None:
         try:
-            for name, source in (("train", self.train), ("eval", self.eval)):
-                labels = None if source is None else source.labels()
-                if labels is not None and self.predicted == "classes":
-                    counts[name] = np.bincount(labels, minlength=len(self.class_names))
-                elif labels is not None and self.predicted == "labels":
-                    counts[name] = labels.sum(0, dtype=np.int64)
-            paths: list[Any] = [s.paths() if s else [] for s in (self.train, self.eval)]
-            result.set_result((counts, [*_repeated(*paths)]))
+            sources = (self.train, self.eval)
+            paths: list[Any] = [source.paths() if source else [] for source in sources]
+            result.set_result(([*map(self._rows_of_class, sources)], [*_repeated(*paths)]))
         except Exception as error:
             result.set_exception(error)
+
+    def _rows_of_class(self, source: ImageSource | None) -> Rows | None:
+        labels = source.labels() if source is not None else None  # all are checked
+        if labels is None or self.predicted == "targets":
+            return None
+        if self.predicted == "labels":
+            return np.array(labels.sum(0, dtype=np.int64))
+        return np.bincount(labels, minlength=len(self.class_names))
 
     def _summary_of(
         self, source: ImageSource, counts: Rows | None, origin: str = ""
@@ -109,14 +118,10 @@ class Splits:
         rows = int(source.blocks.sum())
         if counts is None:
             return SplitSummary(rows, origin)
-        few, many = int(counts.argmin()), int(counts.argmax())
-        return SplitSummary(
-            rows,
-            origin,
-            smallest=(self.class_names[few], int(counts[few])),
-            largest=(self.class_names[many], int(counts[many])),
-            empty=int((counts == 0).sum()),
+        few, many = (
+            (self.class_names[at], int(counts[at])) for at in (counts.argmin(), counts.argmax())
         )
+        return SplitSummary(rows, origin, few, many, int((counts == 0).sum()))
 
     def close(self) -> None:
         """Ends the read-ahead threads; the sources remain usable."""
@@ -160,15 +165,9 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     notes = [*found.notes, *notes_of(train, "the training set")]
     notes += [f"data.{name} {why}" for name, why in unused_fields(train, config)]
     if config.holdout:
-        labels = train.labels()
-        strata = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
-        held = held_out(strata, config.holdout, config.holdout_seed)
-        kept = np.delete(np.arange(len(labels), dtype=np.int64), held)
-        identity = f"{config.holdout!r} {config.holdout_seed}"
-        rest = HoldoutPart(train, kept, f"without {identity}")
-        part = HoldoutPart(train, held, f"only {identity}")
-        where_from = f"{config.holdout:.3g} of the training set (data.holdout)"
-        return Splits(rest, part, where_from, tuple(notes), predicted)
+        rest, part = _parts_of(train, config)
+        origin = f"{config.holdout:.3g} of the training set (data.holdout)"
+        return Splits(rest, part, origin, tuple(notes), predicted)
     evaluation: ImageSource | None = None
     try:
         if found.eval is not None:
@@ -218,7 +217,7 @@ def open_images(
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "files":
-        column = columns_of(config).labels[0]
+        column, *_ = *config.target_columns, config.label_column
         return ShardImages(found.paths, config, classes, binary, found.class_names.get(column))
     if config.target_columns:
         raise DataError(
@@ -267,3 +266,183 @@ def notes_of(source: ImageSource, what: str) -> list[str]:
     if source.mapped:
         notes.append(f"the labels of {what} are {source.mapped}.")
     return notes
+
+
+class FolderImages(ImageSource):
+    """Rows of (encoded image, label) from the files below one folder per class, in the order of
+    torchvision's ImageFolder.
+
+    A file that cannot be read (a broken link, no permission) is a `BadRecord`.
+
+    Args:
+        root: its folders are the classes, in alphabetical order, with images at any depth.
+        classes: class names, which must include those of the folders. Default: those of the
+            folders.
+
+    Raises:
+        NoLabelsError: there are images, but no class folders.
+        DataError: there are no class folders, one of them has no images or is not a known class, or
+            a folder cannot be read.
+    """
+
+    def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
+        self._root = root
+        listing = list_on_disk(root, root, classes or (), every=True)
+        found: dict[str, list[str]] = {name: [] for name in listing.folders if "/" not in name}
+        outside = 0
+        for name in sorted(listing.files, key=os.path.split):
+            top, below, _ = name.partition("/")
+            path = os.path.join(root, name)
+            if below and is_image(name):
+                found[top].append(path)
+            elif not below and not os.path.exists(path):  # its target may have been a class folder
+                raise DataError(f"{path}: a broken link: repair or remove it.")
+            outside += not below and is_image(name)
+        if not found and outside:
+            raise NoLabelsError(
+                f"{root}: {outside} images, but no class folders: create one folder per class."
+            )
+        if not found:
+            raise DataError(f"{root}: contains no class folders.")
+        own = distinct_names(found, root)
+        self.class_names = own if classes is None else list(classes)
+        self.files: list[tuple[str, int]] = []
+        for label, name in zip(numbers_in(self.class_names, own, root), found, strict=True):
+            if not found[name]:
+                raise DataError(
+                    f"{root}/{name}: a class folder without images ({', '.join(EXTENSIONS)}): add "
+                    "images or remove it."
+                )
+            self.files += [(path, label) for path in found[name]]
+        self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
+
+    def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:
+        return [(content_of(path), label) for path, label in (self.files[r] for r in rows.tolist())]
+
+    def labels(self) -> Rows:
+        return np.array([label for _, label in self.files], np.int64)
+
+    def fingerprint(self) -> str:
+        """The fingerprint of names relative to the root, labels and sizes."""
+        digest, sizes = sha256(), sizes_of([path for path, _ in self.files])
+        for (path, label), size in zip(self.files, sizes, strict=True):
+            line = f"{os.path.relpath(path, self._root)} {label} {size}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def where(self, row: int) -> str:
+        return self.files[row][0]
+
+
+# ------------------------------------------------------------------ --data.holdout
+
+
+def _parts_of(train: ImageSource, config: DataConfig) -> tuple[HoldoutPart, HoldoutPart]:
+    """The training set without the part that is held out, and that part."""
+    labels = train.labels()
+    strata = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
+    held = held_out(strata, config.holdout, config.holdout_seed)
+    kept = np.delete(np.arange(len(labels), dtype=np.int64), held)
+    identity = f"{config.holdout!r} {config.holdout_seed}"
+    return (
+        HoldoutPart(train, kept, f"without {identity}"),
+        HoldoutPart(train, held, f"only {identity}"),
+    )
+
+
+def held_out(labels: Rows, fraction: float, seed: int) -> Rows:
+    """The rows to evaluate on, ascending, shape (held,): the given fraction of all rows and, up to
+    rounding, of each class; each class keeps at least one row for training.
+
+    Depends only on its arguments, with the same result in every NumPy version.
+
+    Args:
+        labels: the class of each row, shape (rows,).
+
+    Raises:
+        DataError: there are too few rows.
+    """
+    rows_of_class = np.bincount(labels)
+    counts = _shares(rows_of_class, fraction, seed)
+    if not counts.any():
+        raise DataError(
+            f"data.holdout = {fraction:g} holds out none of the {len(labels)} rows: each class "
+            "keeps at least one row to train on. Increase it, or set it to 0."
+        )
+    with np.errstate(over="ignore"):
+        keys = mix64(np.arange(len(labels), dtype=np.uint64) ^ np.uint64(hash64(seed, _STREAM)))
+    order = np.lexsort((keys, labels))  # rows grouped by class, shuffled within each class
+    starts = np.cumsum(rows_of_class) - rows_of_class
+    place_in_class = np.arange(len(labels)) - np.repeat(starts, rows_of_class)
+    return np.sort(order[place_in_class < np.repeat(counts, rows_of_class)]).astype(np.int64)
+
+
+def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
+    """Rows to hold out per class: rounded down, with the remaining rows assigned to the classes
+    with the largest remainders; ties are broken at random."""
+    exact = rows_of_class * fraction
+    counts: Rows = np.floor(exact).astype(np.int64)
+    missing = round(float(fraction * rows_of_class.sum())) - int(counts.sum())
+    with np.errstate(over="ignore"):
+        ties = mix64(np.arange(len(counts), dtype=np.uint64) ^ np.uint64(hash64(seed, ~_STREAM)))
+    remainders = np.round(exact - counts, 9)
+    fitting = np.where(counts + 1 < rows_of_class, remainders, -1.0)
+    for number in np.lexsort((ties, -fitting))[: max(0, missing)].tolist():
+        counts[number] += fitting[number] > 0
+    return counts
+
+
+class HoldoutPart(ImageSource):
+    """Some rows of an image source: those held out, or the others.
+
+    Its blocks are those of the source without the other rows.
+
+    Args:
+        rows: their numbers in the source, ascending.
+        identity: identifies these rows in the fingerprint.
+    """
+
+    def __init__(self, source: ImageSource, rows: Rows, identity: str) -> None:
+        self._rows, self._identity = rows, identity
+        ends = np.searchsorted(rows, np.cumsum(source.blocks))
+        counts = np.diff(ends, prepend=0)  # rows in each block of the source
+        self.blocks: Rows = counts[counts > 0]
+        sizes = source.block_bytes
+        self.block_bytes = None if sizes is None else sizes[counts > 0]
+        # It keeps a row group until all rows of this part have been read.
+        self.whole = source.part(self._used)
+        self.class_names = source.class_names
+        self.prefers_blocks = source.prefers_blocks
+
+    def _used(self, start: int, stop: int) -> RowMask:
+        first, last = np.searchsorted(self._rows, [start, stop])
+        used = np.zeros(stop - start, bool)
+        used[self._rows[first:last] - start] = True
+        return used
+
+    def rows_of_whole(self, rows: Sequence[int]) -> Rows:
+        """The rows of `whole` that these rows of this part are."""
+        return self._rows[np.array(rows, np.int64)]
+
+    def read(self, rows: Rows) -> Any:
+        return self.whole.read(self._rows[rows])
+
+    def ahead(self, rows: Rows) -> None:
+        self.whole.ahead(self._rows[rows])
+
+    def close(self) -> None:
+        self.whole.close()
+
+    def labels(self) -> Rows:
+        labels: Rows = self.whole.labels()
+        return labels[self._rows]
+
+    def paths(self) -> list[str]:
+        every = self.whole.paths()
+        return [every[row] for row in self._rows.tolist()] if every else []
+
+    def fingerprint(self) -> str:
+        return sha256(f"{self.whole.fingerprint()} {self._identity}".encode()).hexdigest()
+
+    def where(self, row: int) -> str:
+        return self.whole.where(int(self._rows[row]))

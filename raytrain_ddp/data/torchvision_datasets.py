@@ -83,8 +83,8 @@ class TorchvisionImages(ImageSource):
 
     def _number(self, row: int, label: Any) -> int:
         number = self._numbers.number(int(label))
-        if number is None:
-            raise DataError(f"{self.where(row)}: label {self._numbers.what_is_wrong(int(label))}.")
+        if isinstance(number, str):
+            raise DataError(f"{self.where(row)}: label {number}.")
         return number
 
     def _targets(self) -> list[int]:
@@ -133,19 +133,16 @@ def _choices(
     """The arguments to try, in turn, for one part of a set."""
     accepted = _arguments(made_by)
     download = {"download": True} if "download" in accepted else {}
-    if "train" in accepted:
-        role = ROLE_OF.get(asked.lower())
-        if asked and role not in ("train", "test"):
-            raise _no_split(name, asked, "it has train and test")
-        return [{"train": role == "train" if asked else train, **download}]
-    if "split" in accepted:
+    if "split" in accepted and "train" not in accepted:
         names = (asked,) if asked else ("train",) if train else _EVAL_SPLITS
         return [{"split": split, **download} for split in names]
-    if asked:
-        raise _no_split(name, asked, "it has no known splits")
-    if whole and "root" in accepted:
-        return [download]
-    raise _without_parts(name)
+    role = ROLE_OF.get(asked.lower()) if asked else ("train" if train else "test")
+    if asked and (role not in ("train", "test") or "train" not in accepted):
+        has = "train and test" if "train" in accepted else "no known splits"
+        raise DataError(f"torchvision:{name} has no split {asked!r}: it has {has}.")
+    if "train" in accepted:
+        return [{"train": role == "train", **download}]
+    return [download] if whole and "root" in accepted else []
 
 
 def _arguments(made_by: type[Any]) -> set[str]:
@@ -166,23 +163,15 @@ def _make(
     for arguments in choices:
         try:
             return made_by(str(root), **arguments), arguments
-        except ValueError as error:
+        except ValueError as error:  # it has no split with that name
             if asked and "split" in arguments:
-                raise _no_split(name, asked, str(error).rstrip(".")) from None
-            continue  # it has no split with that name
+                reason = str(error).rstrip(".")
+                raise DataError(f"torchvision:{name} has no split {asked!r}: {reason}.") from None
         except TypeError:
             break  # it needs more arguments: not a classification data set
         except (RuntimeError, OSError, ImportError) as error:
             raise DataError(f"torchvision:{name} cannot be loaded: {error}") from error
-    raise _without_parts(name)
-
-
-def _no_split(name: str, asked: str, why: str) -> DataError:
-    return DataError(f"torchvision:{name} has no split {asked!r}: {why}.")
-
-
-def _without_parts(name: str) -> ConfigError:
-    return ConfigError(
+    raise ConfigError(
         f"torchvision:{name} has no known train and test parts: hold out a part of it "
         "(--data.holdout 0.1 of fit), or specify a folder of its images."
     )

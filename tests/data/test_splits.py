@@ -22,8 +22,9 @@ from split_checks import (
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import open_data_set
+from raytrain_ddp.data.discovery.file_listing import EXTENSIONS
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, FolderImages
+from raytrain_ddp.data.splits import FolderImages
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.formatting import format_data
 

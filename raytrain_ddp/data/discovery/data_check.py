@@ -14,9 +14,11 @@ from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.file_listing import (
+    LEFT_OUT,
     FileListing,
     counted,
     fits,
+    is_image,
     list_in_store,
     list_on_disk,
 )
@@ -38,9 +40,8 @@ from raytrain_ddp.data.discovery.split_names import (
     require_all_shards,
     splits_of_files,
 )
-from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
+from raytrain_ddp.data.formats.file_formats import FORMATS, format_of
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_images import FORMATS, format_of
 from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 
@@ -112,34 +113,27 @@ def open_data_set(source: str, named_by: str, config: DataConfig) -> DataSet:
         source = str(Path(__file__).parents[1] / "digits")
     if source.startswith("file://"):
         source = open_uri(source)[1]
-    if "://" in source:
-        listing = list_in_store(source, shown)
-    else:
-        listing = list_on_disk(source, shown, config.classes or ())
+    is_uri, classes = "://" in source, config.classes or ()
+    listing = list_in_store(source, shown) if is_uri else list_on_disk(source, shown, classes)
     found = DataSet(named_by, shown, "files", {}, listing.uri_of)
-    of_dataset: Splits | None = saved_to_disk(listing)
-    if DATASET_FILE in listing.files:
-        of_dataset = _written_by_convert(listing)
-    if of_dataset is not None:
+    written = _written_by_convert(listing)
+    if written is None:
+        written = saved_to_disk(listing)
+    if written is not None:
         _require_no_config(shown, asked)
-        return replace(found, splits=of_dataset)
+        return replace(found, splits=written)
     if is_repository(listing):
         return _of_repository(found, listing, asked)
+    _require_no_config(shown, asked)
     images = listing.images
     by_format = [listing.named(form.ends) for form in FORMATS]  # Parquet is the first
     names = [n for n in by_format[0] if not images or PurePosixPath(n).name != _METADATA_FILE]
     if not names and not images:
-        names = next((each for each in by_format if each), [])
-    _require_no_config(shown, asked)
+        names = next(filter(None, by_format), [])
     if names:
         return _of_files(found, listing, names)
     if images and listing.is_local and not listing.pattern:
         return _of_images(found, listing, config)
-    raise _nothing(listing)
-
-
-def _nothing(listing: FileListing) -> DataError:
-    hint = "".join(f" ({note}.)" for note in counted(listing.left_out, LEFT_OUT))
     problem = "contains neither Parquet files nor class folders, tar files or lists of images"
     if not listing.is_local:
         problem = (
@@ -151,7 +145,8 @@ def _nothing(listing: FileListing) -> DataError:
             "no match is a Parquet file, a tar file or a list of images; for images, specify the "
             "folder"
         )
-    return DataError(f"{listing.shown}: {problem}.{hint}")
+    hint = "".join(f" ({note}.)" for note in counted(listing.left_out, LEFT_OUT))
+    raise DataError(f"{shown}: {problem}.{hint}")
 
 
 def _of_repository(base: DataSet, listing: FileListing, asked: str) -> DataSet:
@@ -159,49 +154,46 @@ def _of_repository(base: DataSet, listing: FileListing, asked: str) -> DataSet:
     named = {split: [*filter(format_of, files)] for split, files in found.splits.items()}
     splits = {split: files for split, files in named.items() if files}
     others = [split for split in named if split not in splits]
+    notes = [f"the config {name} is not used" for name in found.others]
 
-    def wanted(split: str, missing: Sequence[str]) -> Sequence[str]:
-        files = {*resolved(listing, asked, missing).splits[split]}
-        return [name for name in missing if name in files]
+    def check(split: str) -> None:
+        require_all_shards(
+            splits[split], listing.shown, lambda more: resolved(listing, asked, more).splits[split]
+        )
 
     return replace(
         base,
         splits=splits,
         unusable=dict.fromkeys(others, f"only datasets reads its files: use {BY_NAME}FOLDER"),
-        notes=_unused(listing, {"": [*listing.files]} if found.others else splits, found.others),
+        notes=notes + _unused(listing, {"": listing.files} if notes else splits),
         class_names=found.class_names,
-        check=_shard_check(listing, splits, wanted),
+        check=check,
     )
 
 
 def _of_files(base: DataSet, listing: FileListing, names: Sequence[str]) -> DataSet:
-    splits = splits_of_files(names, listing.shown, bool(listing.pattern))
+    pattern, splits = listing.pattern, splits_of_files(names, listing.shown, bool(listing.pattern))
     notes = _unused(listing, splits)
     if listing.images:
         folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
         notes.append(f"images in {first_names(folders)} are read only if a file references them")
 
-    def wanted(_: str, missing: Sequence[str]) -> Sequence[str]:
-        return [n for n in missing if not listing.pattern or fits(n, listing.pattern)]
+    def check(split: str) -> None:
+        require_all_shards(
+            splits[split],
+            listing.shown,
+            lambda more: [name for name in more if not pattern or fits(name, pattern)],
+        )
 
-    return replace(base, splits=splits, notes=notes, check=_shard_check(listing, splits, wanted))
-
-
-def _shard_check(
-    listing: FileListing, splits: Splits, wanted: Callable[[str, Sequence[str]], Sequence[str]]
-) -> Callable[[str], None]:
-    return lambda split: require_all_shards(
-        splits.get(split, ()), listing.shown, lambda missing: wanted(split, missing)
-    )
+    return replace(base, splits=splits, notes=notes, check=check)
 
 
-def _unused(listing: FileListing, splits: Splits, configs: Sequence[str] = ()) -> list[str]:
-    """Notes about configs, lists and data files that are not used, and about leftovers."""
-    notes = [f"the config {name} is not used" for name in configs]
+def _unused(listing: FileListing, splits: Splits) -> list[str]:
+    """Notes about lists and data files that are not used, and about leftovers."""
     used = {name for files in splits.values() for name in files}
-    if unread := sorted({name for name in listing.files if format_of(name)} - used):
-        notes.append(f"not used: {first_names(unread)}; to use one, specify it explicitly")
-    return notes + counted(listing.left_out, LEFT_OUT)
+    unread = sorted({*filter(format_of, listing.files)} - used)
+    notes = [f"not used: {first_names(unread)}; to use one, specify it explicitly"]
+    return notes * bool(unread) + counted(listing.left_out, LEFT_OUT)
 
 
 def _of_images(base: DataSet, listing: FileListing, config: DataConfig) -> DataSet:
@@ -237,6 +229,8 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     Raises:
         DataError: files are missing or have a different size; the message lists them.
     """
+    if DATASET_FILE not in listing.files:
+        return None
     shown = listing.shown
     try:
         dataset = json.loads(listing.content(DATASET_FILE))
@@ -252,12 +246,13 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
         raise DataError(f"{shown}: {DATASET_FILE} is damaged: convert the data again.") from None
     wrong = []
     of_split: dict[str, list[str]] = {}
-    for name, split, expected in files:
-        size = None if leads_out(name) else listing.size_of(name)
-        if size != expected:
-            found = "is missing" if size is None else f"has {size} bytes, not {expected}"
-            wrong.append(f"{name} {found}")
+    sizes = listing.sizes([name for name, _, _ in files])
+    for (name, split, expected), size in zip(files, sizes, strict=True):
         of_split.setdefault(split, []).append(name)
+        if size is None or leads_out(name):
+            wrong.append(f"{name} is missing")
+        elif size != expected:
+            wrong.append(f"{name} has {size} bytes, not {expected}")
     if wrong:
         listed = first_names(wrong, _ERRORS_SHOWN, ", and ")
         raise DataError(
@@ -322,33 +317,32 @@ def locate(config: DataConfig, more: bool = False) -> Found:
     source = open_data_set(config.source, "data.source", config)
     train = _chosen(source, config.train_split, "train") or ""
     other, chosen = source, None
-    if config.eval_split == "none":
-        if config.eval_source is not None:
+    if config.eval_source is not None:
+        if config.eval_split == "none":
             raise ConfigError(
                 "data.eval_split = 'none' conflicts with data.eval_source: remove one of them."
             )
-    elif config.eval_source is None:
-        chosen = _chosen(source, config.eval_split, "eval", train)
-    else:
         other = _open_other(config.eval_source, config)
         chosen = _chosen(other, config.eval_split, "eval")
-    used: set[str | None] = {train, chosen} if other is source else {train}
+    elif config.eval_split != "none":
+        chosen = _chosen(source, config.eval_split, "eval", train)
+    used = {train, chosen} if other is source else {train}
     kept: list[str] = []
     if more and config.eval_source is None and config.eval_split == "auto":
         for_it = [name for name in source.splits if role_of(name) in ("validation", "test")]
         kept = [name for name in for_it if name not in used]
-    notes = [*source.notes, *_unused_splits(source, used | {*kept}, False)]
+    notes = [*source.notes, *_unused_splits(source, used.union(kept), False)]
     if other is not source:
         notes += [*other.notes, *_unused_splits(other, {chosen}, True)]
-    found = Found(_located(source, train, "train"))
+    to_train, evaluation, eval_from = _located(source, train, "train"), None, ""
     if chosen is not None:
-        name = f"the {chosen} split of {other.named_by}" if chosen else other.named_by
-        found = replace(found, eval=_located(other, chosen, "eval"), eval_from=name)
-    if found.eval == replace(found.train, split="eval") and (train or source.splits):
+        evaluation = _located(other, chosen, "eval")
+        eval_from = f"the {chosen} split of {other.named_by}" if chosen else other.named_by
+    if evaluation == replace(to_train, split="eval") and (train or source.splits):
         notes.append("the run is evaluated on its training data")
     sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
     others = tuple(_located(source, name, "eval") for name in kept)
-    return replace(found, notes=sentences, more=others)
+    return Found(to_train, evaluation, eval_from, sentences, others)
 
 
 def locate_evaluation(config: DataConfig) -> Located:

@@ -8,27 +8,16 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import (
-    NO_FILE,
-    files_below,
-    is_image,
-    without_leftovers,
-)
-from raytrain_ddp.data.formats.shard import read_file
-from raytrain_ddp.errors import (
-    DataError,
-    PreflightError,
-    RaytrainError,
-    first_names,
-    is_passing,
-)
+from raytrain_ddp.data.formats.shard import NO_FILE, read_file, unless_failed
+from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_names, is_passing
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
@@ -40,9 +29,22 @@ from raytrain_ddp.uri import (
     uri_beside,
 )
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control; network drives
+    r"\._.*|\.DS_Store|\.AppleDouble|\.Spotlight-V100|\.fseventsd|\.Trash.*|__MACOSX"
+    r"|Network Trash Folder|Temporary Items|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|~\$.*"
+    r"|\$RECYCLE\.BIN|RECYCLER|System Volume Information|found\.\d{3}|lost\+found|\.nfs\w+"
+    r"|__pycache__|\.ipynb_checkpoints|\.git|\.svn|CVS|[@#.](?:tmp|__thumb|recycle|snapshot)"
+    r"|@eaDir|@SynoResource|@Recently-Snapshot|~snapshot|_gsdata_",
+    re.IGNORECASE,
+)
+LEFT_OUT = "hidden or left by a system"
+_MAX_DEPTH = 200
 _GLOB_SIGNS = "*?["
+_URI_GLOB_SIGNS = "*["  # "?" starts the query
 _KINDS_SHOWN = 5
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_PAGES = "https://huggingface.co/datasets/"
 
 T = TypeVar("T")
 
@@ -55,8 +57,8 @@ class FileListing:
         shown: the field and its value, for messages.
         source: the path or URI that was listed.
         fs, root: the file system, and the path of the root in it.
-        files: sizes in bytes by paths relative to the root, sorted; -1: unknown. For images, only
-            the first one in each folder of a disk.
+        files: paths relative to the root, sorted. Of images, only the first one in each folder of a
+            disk.
         folders: paths relative to the root; empty for an object store.
         left_out: paths of leftovers anywhere in the source, see `leftover_in`.
         pattern: the glob relative to the root; "" for a folder, and the file's name for a file.
@@ -66,7 +68,7 @@ class FileListing:
     source: str
     fs: Any
     root: str
-    files: Mapping[str, int]
+    files: Sequence[str]
     folders: Sequence[str]
     left_out: Sequence[str]
     pattern: str
@@ -74,6 +76,10 @@ class FileListing:
     @property
     def is_local(self) -> bool:
         return isinstance(self.fs, pafs.LocalFileSystem)
+
+    @property
+    def images(self) -> list[str]:
+        return [name for name in self.files if is_image(name)]
 
     def uri_of(self, name: str) -> str:
         """The path or URI of a file or folder."""
@@ -86,25 +92,45 @@ class FileListing:
         outcome = attempt(lambda: read_file(self.fs, f"{self.root}/{name}"))
         return _answered(outcome, self.source, f"{self.shown}: {name}")
 
-    def size_of(self, name: str) -> int | None:
-        """The size of a file in bytes; None if there is no such file."""
-        if not self.is_local:
-            return self.files.get(name)
-        place = f"{self.root}/{name}"
-        return os.path.getsize(place) if os.path.isfile(place) else None
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """The sizes of files in bytes; None where there is no such file."""
+        places = [f"{self.root}/{name}" for name in names]
+        outcome = attempt(lambda: self.fs.get_file_info(places))
+        return [info.size for info in _answered(outcome, self.source, self.shown)]
 
     def named(self, ends: tuple[str, ...]) -> list[str]:
         """The files whose names end like this, in any case. Also omits files in folders such as
         ``__pycache__``, like `datasets`."""
-        return [
-            name
-            for name in self.files
-            if name.lower().endswith(ends) and not name.startswith("__") and "/__" not in name
-        ]
+        names = (name for name in self.files if name.lower().endswith(ends))
+        return [name for name in names if "/__" not in f"/{name}"]
 
-    @property
-    def images(self) -> list[str]:
-        return [name for name in self.files if is_image(name)]
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS)
+
+
+def leftover_in(path: str, kept: Collection[str] = ()) -> str:
+    """Returns the path up to its first file or folder that is hidden or was left by an operating
+    system, a file manager or a network drive; "" if there is none.
+
+    Args:
+        kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
+            hidden ones.
+    """
+    parts = path.split("/")
+    for place, name in enumerate(parts):
+        is_kept = not name.startswith(".") or any(fnmatchcase(name, each) for each in kept)
+        if name not in (*kept, ".", "..") and (_OF_A_SYSTEM.fullmatch(name) or not is_kept):
+            return "/".join(parts[: place + 1])
+    return ""
+
+
+def without_leftovers(
+    names: Iterable[str], kept: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Returns the names that are data; and the files and folders that are leftovers, sorted."""
+    found = [(name, leftover_in(name, kept)) for name in names]
+    return [name for name, left in found if not left], sorted({left for _, left in found if left})
 
 
 def counted(names: Sequence[str], why: str) -> list[str]:
@@ -116,7 +142,47 @@ def counted(names: Sequence[str], why: str) -> list[str]:
     return [f"not used: {listed} ({why}), such as {names[0]}"] if names else []
 
 
+def _cut_at_glob(place: str, signs: str) -> tuple[str, str]:
+    """The folder before the first of the signs, and the pattern ("": none)."""
+    first = re.search(f"[{re.escape(signs)}]", place)
+    cut = place.rfind("/", 0, first.start()) + 1 if first else len(place)
+    return place[:cut], place[cut:]
+
+
+def _hidden_in(pattern: str) -> list[str]:
+    """The parts of a glob that name hidden files or folders, which are data then."""
+    return [part for part in pattern.split("/") if part.startswith(".")]
+
+
 # ------------------------------------------------------------------ disks
+
+
+def _files_below(
+    folder: str, kept: Collection[str] = ()
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields a folder and each one below it, following links, with the names of its files and of
+    its leftovers.
+
+    Args:
+        kept: see `leftover_in`.
+
+    Raises:
+        DataError: a folder cannot be read, there are too many levels, or a link leads back to a
+            folder above it.
+    """
+
+    def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if place.count(os.sep) > folder.count(os.sep) + _MAX_DEPTH:
+            raise DataError(f"{folder}: more than {_MAX_DEPTH} levels of folders: move them up.")
+        folders[:], left = without_leftovers(folders, kept)
+        for link in filter(os.path.islink, (os.path.join(place, name) for name in folders)):
+            if f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(link)}/"):
+                raise DataError(f"the link {link} points to a folder above it: delete it.")
+        files, more = without_leftovers(names, kept)
+        yield place, files, left + more
 
 
 def list_on_disk(
@@ -127,82 +193,54 @@ def list_on_disk(
     Args:
         shown: the field and its value, for messages.
         kept: see `leftover_in`.
-        every: list all images; by default, those of a data set.
+        every: list all images; by default, only the first one in each folder.
 
     Raises:
         DataError: nothing matches, or it cannot be read.
     """
-    path = expanded(source)
+    path, pattern = str(expanded(source)), ""
+    files: list[str] = []
     folders: list[str] = []
     left_out: list[str] = []
-    pattern = ""
-    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
-        files, folders, left_out = _below(str(path), shown, kept, every)
+    if os.path.isdir(path):
+        try:
+            for place, names, left in _files_below(path, kept):
+                below = "" if place == path else f"{os.path.relpath(place, path)}/"
+                images = sorted(name for name in names if is_image(name))
+                others = [name for name in names if not is_image(name)]
+                files += [below + name for name in others + images[: None if every else 1]]
+                folders += [below[:-1]] if below else []
+                left_out += [below + name for name in left]
+        except DataError as error:
+            raise DataError(f"{shown}: {error}") from error
     elif os.path.isfile(path):
-        path, pattern, files = path.parent, glob.escape(path.name), [path.name]
+        path, name = os.path.split(path)
+        pattern, files = glob.escape(name), [name]
     elif any(sign in source for sign in _GLOB_SIGNS):
-        path, pattern = _root_and_pattern(path)
-        found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
-        files = [name for name in found if not os.path.isdir(path / name)]
+        path, pattern = _cut_at_glob(path, _GLOB_SIGNS)
+        found = glob.glob(pattern, root_dir=path or None, recursive=True)
+        files = [name for name in found if not os.path.isdir(os.path.join(path, name))]
         files, left_out = without_leftovers(files, (*kept, *_hidden_in(pattern)))
         if not files:
-            folders_only = (
-                " The pattern matches only folders: append /**/*.parquet." if found else ""
-            )
-            raise DataError(f"{shown}: no file matches.{folders_only}")
+            hint = " The pattern matches only folders: append /**/*.parquet." if found else ""
+            raise DataError(f"{shown}: no file matches.{hint}")
     else:
         raise DataError(f"{shown}: {_why_missing(path, '' if every else _remedy(source))}")
-    sizes = dict.fromkeys(sorted(files), -1)
-    fs, root = pafs.LocalFileSystem(), str(path)
-    return FileListing(shown, source, fs, root, sizes, sorted(folders), sorted(left_out), pattern)
+    root, fs = str(Path(path)), pafs.LocalFileSystem()
+    return FileListing(
+        shown, source, fs, root, sorted(files), sorted(folders), sorted(left_out), pattern
+    )
 
 
-def _why_missing(path: Path, remedy: str) -> str:
+def _why_missing(path: str, remedy: str) -> str:
     try:
         os.stat(path)
     except PermissionError as error:
         return f"cannot be read: {error.strerror}."
     except (OSError, ValueError):  # it has a null character
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        place = "" if os.path.isabs(path) else f" in {Path.cwd()}"
         return f"no such file or folder{place}.{remedy}"
     return f"{NO_FILE}."
-
-
-def _below(
-    root: str, shown: str, kept: Collection[str], every: bool
-) -> tuple[list[str], list[str], list[str]]:
-    """Returns the files below a folder (of the images, only the first in each folder unless `every`
-    is wanted), the folders, and the leftovers.
-
-    Raises:
-        DataError: as `files_below`.
-    """
-    files: list[str] = []
-    folders: list[str] = []
-    left_out: list[str] = []
-    try:
-        for place, names, left in files_below(root, kept):
-            below = "" if place == root else f"{os.path.relpath(place, root)}/"
-            images = [name for name in names if is_image(name)]
-            files += [below + name for name in names if not is_image(name)]
-            files += [below + name for name in sorted(images)[: None if every else 1]]
-            folders += [below[:-1]] if below else []
-            left_out += [below + name for name in left]
-    except DataError as error:
-        raise DataError(f"{shown}: {error}") from error
-    return files, folders, left_out
-
-
-def _hidden_in(pattern: str) -> list[str]:
-    """The parts of a glob that name hidden files or folders, which are data then."""
-    return [part for part in pattern.split("/") if part.startswith(".")]
-
-
-def _root_and_pattern(path: Path) -> tuple[Path, str]:
-    """The folder before the first glob character, and the rest."""
-    parts = path.parts
-    first = next(n for n, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
-    return Path(*parts[:first]), str(PurePosixPath(*parts[first:]))
 
 
 def _remedy(source: str) -> str:
@@ -214,9 +252,6 @@ def _remedy(source: str) -> str:
 
 
 # ------------------------------------------------------------------ object stores
-
-_PAGES = "https://huggingface.co/datasets/"
-_URI_GLOB_SIGNS = "*["  # "?" starts the query
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -240,7 +275,9 @@ def list_in_store(source: str, shown: str) -> FileListing:
     """
     if source.startswith(_PAGES):
         raise DataError(f"{shown} is a web page: use hf://datasets/{source.removeprefix(_PAGES)}.")
-    folder, pattern = _cut_at_glob(source)
+    place, mark, query = source.partition("?")
+    folder, pattern = _cut_at_glob(place, _URI_GLOB_SIGNS)
+    folder += mark + query
 
     def ask() -> tuple[Any, Any]:
         fs, path = open_uri(folder)
@@ -256,54 +293,34 @@ def list_in_store(source: str, shown: str) -> FileListing:
     root, left_out = info.path, list[str]()
     if info.is_file and not pattern:
         root, _, name = info.path.rpartition("/")
-        sizes, pattern = {name: info.size}, glob.escape(name)
+        files, pattern = [name], glob.escape(name)
     else:
         # No time limit: a long list takes longer than the first response.
-        sizes = _answered(attempt(lambda: _files_below(fs, root)), source, shown)
-        found = [name for name in sizes if not pattern or fits(name, pattern)]
-        names, left_out = without_leftovers(found, _hidden_in(pattern))
-        sizes = {name: sizes[name] for name in names}
-        if pattern and not sizes:
+        selector = pafs.FileSelector(root, recursive=True)
+        infos = _answered(attempt(lambda: fs.get_file_info(selector)), source, shown)
+        paths = (each.path.removeprefix(root).lstrip("/") for each in infos if each.is_file)
+        found = sorted(name for name in paths if not pattern or fits(name, pattern))
+        files, left_out = without_leftovers(found, _hidden_in(pattern))
+        if pattern and not files:
             raise DataError(f"{shown}: no file matches.")
-    return FileListing(shown, folder, fs, root, sizes, (), left_out, pattern)
-
-
-def _cut_at_glob(uri: str) -> tuple[str, str]:
-    """The URI of the folder before the first glob character, and the pattern ("": none)."""
-    place, question_mark, query = uri.partition("?")
-    first = min((place.find(sign) for sign in _URI_GLOB_SIGNS if sign in place), default=-1)
-    if first < 0:
-        return uri, ""
-    cut = place.rfind("/", 0, first)
-    return place[:cut] + question_mark + query, place[cut + 1 :]
-
-
-def _files_below(fs: Any, path: str) -> dict[str, int]:
-    """Sizes of all files, by their paths below the folder, sorted."""
-    infos = fs.get_file_info(pafs.FileSelector(path, recursive=True))
-    files = {info.path.removeprefix(path).lstrip("/"): info.size for info in infos if info.is_file}
-    return dict(sorted(files.items()))
+    return FileListing(shown, folder, fs, root, files, (), left_out, pattern)
 
 
 def _answered(outcome: T | Exception, source: str, shown: str) -> T:
-    if not isinstance(outcome, Exception):
-        return outcome
-    if isinstance(outcome, RaytrainError):
-        raise outcome
     if isinstance(outcome, TimeoutError):
         raise PreflightError(
             f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
             "network and the credentials."
         )
-    causes = [outcome, *_causes_of(outcome)]
-    lost = next(filter(_is_of_network, causes), None)
-    if lost is not None:
-        raise PreflightError(
-            f"{shown} cannot be reached: {reason_of(source, lost)}. Check the network."
-        )
+    if isinstance(outcome, Exception) and not isinstance(outcome, RaytrainError):
+        lost = next(filter(_is_of_network, _causes_of(outcome)), None)
+        if lost is not None:
+            raise PreflightError(
+                f"{shown} cannot be reached: {reason_of(source, lost)}. Check the network."
+            )
     if isinstance(outcome, FileNotFoundError):
         raise _not_there(shown)
-    raise DataError(f"{shown}: cannot be read: {reason_of(source, outcome)}.")
+    return unless_failed(outcome, source, f"{shown}: cannot be read")
 
 
 def _not_there(shown: str) -> DataError:
@@ -311,10 +328,11 @@ def _not_there(shown: str) -> DataError:
     return DataError(f"{shown}: no such file or folder.{hint}")
 
 
-def _causes_of(error: BaseException) -> Iterator[BaseException]:
-    while (cause := error.__cause__ or error.__context__) is not None:
-        yield cause
-        error = cause
+def _causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_of_network(error: BaseException) -> bool:

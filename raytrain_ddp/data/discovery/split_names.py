@@ -173,31 +173,33 @@ def require_all_shards(
 
     Args:
         shown: the data source, for the message.
-        wanted: returns the names of missing files that would have been read.
+        wanted: returns the files that would be read if those of these names existed, too.
     """
-    sets: dict[tuple[str, str], dict[str, re.Match[str]]] = {}
+    sets: dict[tuple[PurePosixPath, str], dict[str, re.Match[str]]] = {}
     for name in names:
         path = PurePosixPath(name)
         if shard := _SHARD.fullmatch(path.stem):
-            sets.setdefault((str(path.parent), shard["stem"]), {})[name] = shard
-    for shards in sets.values():
-        name, shard = next(iter(shards.items()))
+            sets.setdefault((path.parent, shard["stem"]), {})[name] = shard
+    for (folder, _), shards in sets.items():
+        [*paths], [shard, *others] = shards, shards.values()
         numbers, total = [int(each["number"]) for each in shards.values()], int(shard["total"])
         first = 1 if total in numbers and 0 not in numbers else 0
-        is_one_set = {int(each["total"]) for each in shards.values()} == {total}
+        is_one_set = all(int(each["total"]) == total for each in others)
         if not is_one_set or len({*numbers}) < len(numbers) or max(numbers) >= total + first:
             raise DataError(
-                f"{shown}: {first_names([*shards])} are not one set of shards: remove files of "
-                "other versions, or specify a glob that matches one version."
+                f"{shown}: {first_names(paths)} are not one set of shards: remove files of other "
+                "versions, or specify a glob that matches one version."
             )
-        rest = shard["rest"] if len({each["rest"] for each in shards.values()}) == 1 else ""
+        if len(numbers) == total:
+            continue
+        rest = shard["rest"] if all(each["rest"] == shard["rest"] for each in others) else ""
+        rest += PurePosixPath(paths[0]).suffix
         begin, end = shard.span("number")
-        stem, path = shard.string[: shard.start("rest")], PurePosixPath(name)
-        made = (f"{number:0{end - begin}d}" for number in range(first, total + first))
-        every = (f"{stem[:begin]}{digits}{stem[end:]}{rest}{path.suffix}" for digits in made)
-        absent = [each for each in map(str, map(path.with_name, every)) if each not in shards]
-        missing = wanted(absent) if len(numbers) < total else ()
-        if missing:
+        before, after = shard.string[:begin], shard.string[end : shard.start("rest")]
+        digits = (f"{number:0{end - begin}d}" for number in range(first, total + first))
+        absent = [str(folder / f"{before}{each}{after}{rest}") for each in digits]
+        read = {*wanted(absent)}
+        if missing := [each for each in absent if each not in shards and each in read]:
             raise DataError(
                 f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
                 "Download or copy them again."
@@ -241,25 +243,23 @@ def class_folder_splits(
     Raises:
         DataError: splits and classes cannot be distinguished.
     """
-    below, top = _folders_in(listing), "."
-    splits = _splits_among(below.get(top, ()), asked, below)
-    if not splits:
-        holders = [folder for folder in below if _splits_among(below[folder], (), below)]
-        outer = [f for f in holders if not any(f.startswith(f"{other}/") for other in holders)]
-        if not outer:
-            return {"": top}, {}
-        if len(outer) > 1:
-            raise _several(listing.shown, sorted(outer))
-        top = outer[0]
-        above = {".", *map(str, PurePosixPath(top).parents)}
-        beside = {str(PurePosixPath(name).parent) for name in listing.images} - above
-        if others := sorted(name for name in beside if not f"{name}/".startswith(f"{top}/")):
-            raise DataError(
-                f"{listing.shown}: {top} contains splits, but there are also images in "
-                f"{first_names(others)}: specify the folder {top} itself if it is the data "
-                f"set. If all are classes, set --data.train-split {WHOLE}"
-            )
-        splits = _splits_among(below[top], asked, below)
+    below = _folders_in(listing)
+    holders = [f for f in below if _splits_among(below[f], asked if f == WHOLE else (), below)]
+    outer = [f for f in holders if not any(_is_in(f, other) for other in holders if other != f)]
+    if not outer:
+        return {"": WHOLE}, {}
+    if len(outer) > 1:
+        raise _several(listing.shown, sorted(outer))
+    top = outer[0]
+    above = {*map(str, PurePosixPath(top).parents)}
+    beside = {str(PurePosixPath(name).parent) for name in listing.images} - above
+    if others := sorted(name for name in beside if not _is_in(name, top)):
+        raise DataError(
+            f"{listing.shown}: {top} contains splits, but there are also images in "
+            f"{first_names(others)}: specify the folder {top} itself if it is the data set. If "
+            f"all are classes, set --data.train-split {WHOLE}"
+        )
+    splits = _splits_among(below[top], asked, below)
     [*folders] = splits.values()
     inside = below.get(folders[0], ()) if len(folders) == 1 else ()
     if inside and len(nested := _splits_among(inside, (), below)) == len(inside):
@@ -268,10 +268,13 @@ def class_folder_splits(
     unusable = dict.fromkeys(others, "its name is not the name of a split")
     empty = [split_name(_name(name)) for name in _folders_in(listing, False).get(top, ())]
     unusable |= {split.word: "it contains no images" for split in empty if split and split.is_exact}
-    flat = [label for label, folder in splits.items() if folder not in below]
-    unusable |= dict.fromkeys(flat, _FLAT)
-    used = {label: splits[label] for label in splits if label not in flat}
+    unusable |= {label: _FLAT for label, folder in splits.items() if folder not in below}
+    used = {label: folder for label, folder in splits.items() if folder in below}
     return {label: _unwrapped(folder, below) for label, folder in used.items()}, unusable
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder)
 
 
 def _unwrapped(folder: str, below: Below) -> str:

@@ -13,13 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_ddp.errors import DataError, in_one_line, quoted
+from raytrain_ddp.errors import DataError, first_names, in_one_line, quoted
 
 _WHOLE = re.compile("0|-?[1-9][0-9]*")  # in its shortest form
 _DIGITS = re.compile("[0-9]+")
 _NUMBER = re.compile(r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?")
 _EXACT = 2**53  # floats below have all their digits
 _CLASSES_SHOWN = 5
+STRINGS = (pa.string(), pa.large_string(), pa.string_view())
+
+Target = npt.NDArray[np.float32]  # (targets,)
 
 
 class UnknownClassError(DataError):
@@ -55,13 +58,11 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
 def is_label(kind: Any) -> bool:
     """Whether values of an Arrow type can be labels; a column without any value (null), too."""
     of = kind.value_type if pa.types.is_dictionary(kind) else kind
-    fits = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
-    return is_string(of) or any(check(of) for check in fits)
+    return of in STRINGS or of in (pa.bool_(), pa.null()) or _is_number(of)
 
 
-def is_string(kind: Any) -> bool:
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(check(kind) for check in checks)
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[str] | None:
@@ -160,21 +161,20 @@ class Labels:
         indexed = () if any(map(_DIGITS.fullmatch, names)) else names
         indexed = indexed if named is None else named
         self._indexed = {str(index): self._places[name] for index, name in enumerate(indexed)}
-        self._known: dict[Any, int | None] = {}  # the keys have types, because True == 1
+        self._known: dict[Any, int | str] = {}  # the keys have types, because True == 1
 
-    def number(self, label: Any) -> int | None:
-        """The class number of a label; None if it is no label, or not a known class."""
+    def number(self, label: Any) -> int | str:
+        """The class number of a label; or what is wrong with the value, such as ``is null``."""
         key = (label.__class__, label)
         if key not in self._known:
             name = name_of(label) or ""
             number = self._indexed.get(name)
             if isinstance(label, str | bool) or not self._are_indices:
                 number = self._places.get(name, number)
-            self._known[key] = number
+            self._known[key] = self._what_is_wrong(label) if number is None else number
         return self._known[key]
 
-    def what_is_wrong(self, label: Any) -> str:
-        """Describes a value without a class number, such as ``is null``."""
+    def _what_is_wrong(self, label: Any) -> str:
         name = name_of(label)
         if name is None and not is_labeled(label):
             return "is an empty string" if isinstance(label, str) else "is null"
@@ -183,12 +183,12 @@ class Labels:
             return f"{label:g} is not {limits}"
         shown = quoted(label) if isinstance(label, str) else name
         wrong = f"{shown} is not one of the {some_names(self.names)}"
-        if not is_negative(name):
-            return wrong
-        return (
-            f"{wrong}: negative numbers mark rows without a label, unless all classes are named, "
-            "such as with --data.classes -1 1"
-        )
+        if is_negative(name):
+            wrong += (
+                ": negative numbers mark rows without a label, unless all classes are named, such "
+                "as with --data.classes -1 1"
+            )
+        return wrong
 
 
 def how_mapped(names: Sequence[str]) -> str:
@@ -201,9 +201,9 @@ def how_mapped(names: Sequence[str]) -> str:
 
 def some_names(names: Sequence[str]) -> str:
     """``10 classes: 0, 1, 2, 3, 4, ...``"""
-    shown = ", ".join(map(in_one_line, names[:_CLASSES_SHOWN]))
-    shown += ", ..." * (len(names) > _CLASSES_SHOWN)
-    return f"{len(names)} class{'es' * (len(names) != 1)}: {shown}"
+    more = ", ..." * (len(names) > _CLASSES_SHOWN)
+    shown = first_names(names[:_CLASSES_SHOWN])
+    return f"{len(names)} class{'es' * (len(names) != 1)}: {shown}{more}"
 
 
 def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[int]:
@@ -215,15 +215,12 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
     numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in own if name not in numbers]
     if unknown:
-        shown = ", ".join(map(quoted, unknown[:_CLASSES_SHOWN]))
+        shown = first_names([*map(repr, unknown)], _CLASSES_SHOWN)
         raise UnknownClassError(
-            f"{where}: {shown}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
-            f"run, which has {some_names(classes)}. This split has {some_names(own)}."
+            f"{where}: {shown} is not a class of the run, which has {some_names(classes)}. This "
+            f"split has {some_names(own)}."
         )
     return [numbers[name] for name in own]
-
-
-Target = npt.NDArray[np.float32]  # (targets,)
 
 
 def check_targets(name: str, types: Mapping[str, Any], binary: bool) -> None:
@@ -238,24 +235,20 @@ def check_targets(name: str, types: Mapping[str, Any], binary: bool) -> None:
     Raises:
         DataError: a column has another type, or there is one label only.
     """
-    fits = [pa.types.is_integer, pa.types.is_floating, *[pa.types.is_boolean] * binary]
     expected = "numbers are expected with --loss.name mse, l1 or huber. For labels: --loss.name bce"
     if binary:
         expected = (
-            "booleans, 0 and 1, or one column of lists of labels are expected with --loss.name "
-            "bce. For numbers: --loss.name mse"
+            "several columns of booleans, 0 and 1, or one column of lists of labels are expected "
+            "with --loss.name bce. For numbers: --loss.name mse; for one label of each row: "
+            "--data.label-column"
         )
     for column, kind in types.items():
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if binary and len(types) == 1 and is_list and is_label(kind.value_type):
-            return
-        if not any(check(kind) for check in fits):
+        fits = _is_number(kind) or (binary and kind == pa.bool_())
+        if binary and len(types) == 1:
+            fits = is_list and is_label(kind.value_type)
+        if not fits:
             raise DataError(f"{name}: column {quoted(column)} is {kind}; {expected}.")
-    if binary and len(types) == 1:
-        raise DataError(
-            f"{name}: column {quoted(next(iter(types)))} is one label only: name several columns, "
-            "or set --data.label-column instead of --data.target-columns."
-        )
 
 
 class Targets:
@@ -278,38 +271,28 @@ class Targets:
         self.names, self._columns, self._binary = names, columns, binary
         self._labels = Labels(names, named) if binary and len(columns) == 1 else None
 
-    def number(self, values: Any) -> Target | None:
-        """float32 (targets,); None: a value is missing or not a target.
+    def number(self, values: Any) -> Target | str:
+        """float32 (targets,); or what is wrong, such as ``age is null``.
 
         Args:
             values: that of the column, or a tuple of those of several.
         """
         if self._labels is not None:
-            places = [self._labels.number(label) for label in values or ()]
-            if values is None or None in places:
-                return None
+            if values is None:
+                return f"{self._columns[0]} is null; a row without labels has an empty list"
+            places = [self._labels.number(label) for label in values]
+            if wrong := next((each for each in places if isinstance(each, str)), ""):
+                return f"{self._columns[0]}: a label {wrong}"
             row = np.zeros(len(self.names), np.float32)
-            row[[place for place in places if place is not None]] = 1
+            row[places] = 1
             return row
         values = values if isinstance(values, tuple) else (values,)
-        if None in values or (self._binary and any(value not in (0, 1) for value in values)):
-            return None
-        with np.errstate(over="ignore"):
-            row = np.array(values, np.float64).astype(np.float32)
-        return row if np.isfinite(row).all() else None
-
-    def what_is_wrong(self, values: Any) -> str:
-        """Describes a row without targets, such as ``age is null``."""
-        if self._labels is not None:
-            (column,) = self._columns
-            if values is None:
-                return f"{column} is null; a row without labels has an empty list"
-            wrong = next(label for label in values if self._labels.number(label) is None)
-            return f"{column}: a label {self._labels.what_is_wrong(wrong)}"
-        each = values if isinstance(values, tuple) else (values,)
-        for column, value in zip(self._columns, each, strict=True):
+        for column, value in zip(self._columns, values, strict=True):
             if value is None or value != value:  # noqa: PLR0124  # NaN
                 return f"{column} is {'null' if value is None else 'not a number'}"
             if self._binary and value not in (0, 1):
                 return f"{column} is {quoted(value)}; 0 and 1 are expected with --loss.name bce"
-        return f"{' or '.join(self._columns)} is too large for float32"
+        with np.errstate(over="ignore"):
+            row = np.array(values, np.float64).astype(np.float32)
+        many = " or ".join(self._columns)
+        return row if np.isfinite(row).all() else f"{many} is too large for float32"

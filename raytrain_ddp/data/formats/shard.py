@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import PurePosixPath
+from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import read_on_disk, reason_of_file
-from raytrain_ddp.data.formats.labels import check_targets, is_label, is_string
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.formats.labels import STRINGS, check_targets, is_label
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
     DataError,
@@ -32,33 +34,19 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of
 T = TypeVar("T")
 
 RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
+NO_FILE = "a named pipe, socket or device, not a file"
+_BINARIES = (pa.binary(), pa.large_binary(), pa.binary_view())
+_DISK = pafs.LocalFileSystem()
+_STAT_THREADS = 16
+_READ_BYTES = 2**16
+_OF_THE_FILE = (
+    *(errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO),
+)
 
 
-class Columns(NamedTuple):
-    """The columns that are read from each file, see `DataConfig`.
-
-    Args:
-        label: the column with the labels; "": none are read.
-        root: folder of the images that a list names; None: that of the list.
-        targets: the columns with the targets, read instead of `label`.
-        binary: whether the targets are labels, which a row has or does not have.
-    """
-
-    image: str
-    label: str
-    root: str | None = None
-    targets: tuple[str, ...] = ()
-    binary: bool = False
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The columns with the labels or targets."""
-        return self.targets or ((self.label,) if self.label else ())
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether the targets are one column of lists of labels."""
-        return self.binary and len(self.targets) == 1
+def label_columns(config: DataConfig) -> tuple[str, ...]:
+    """The columns with the labels or targets; none if no labels are read."""
+    return config.target_columns or ((config.label_column,) if config.label_column else ())
 
 
 class RowGroup(NamedTuple):
@@ -159,14 +147,10 @@ class Shard:
         Raises:
             DataError: the file is missing, damaged or cannot be read.
         """
+        where = f", row group {groups[0]}" if len(groups) == 1 else ""
+        what = f"{self.name}{where}: cannot be read"
         outcome = with_retries(lambda: self.load(groups, columns), self.is_local)
-        if isinstance(outcome, RaytrainError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            where = f", row group {groups[0]}" if len(groups) == 1 else ""
-            reason = reason_of(self.at.uri, outcome)
-            raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
-        return outcome
+        return unless_failed(outcome, self.at.uri, what)
 
     def values(self, *columns: str) -> list[Any]:
         """Small columns of all row groups as Python values, see `rows_in`.
@@ -177,38 +161,33 @@ class Shard:
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         return rows_in(self.read(groups, columns), columns) if groups else []
 
-    def starts(self) -> list[int]:
-        """The first row of each row group, and the end of the last one."""
-        return [0, *accumulate(row_group.rows for row_group in self.groups)]
-
-    def where(self, row: int) -> str:
-        """The file and the row in it, for messages."""
-        starts = self.starts()
-        group = bisect_right(starts, row) - 1
-        return self.where_in(group, row - starts[group])
-
-    def place_of(self, path: str) -> str | BadRecord:
-        """The place of an image: on this machine, or below the folder of the images."""
+    def image_at(self, path: str) -> bytes | BadRecord:
+        """Reads an image that has its own file: on this machine, or below the folder of images."""
         shown = in_one_line(path)
         if path.startswith("data:") or "\0" in path or (self.is_local and "://" in path):
             return BadRecord(f"{shown}: not the path of a file")
         if not self.is_local and leads_out(path):
             return BadRecord(f"{shown} is not in the folder of its images or below it")
-        return os.path.join(self.at.image_root, path)
+        place = os.path.join(self.at.image_root, path)
+        image = image_in(self.at.image_fs, place, self.at.uri, shown)
+        return BadRecord(f"{shown}: {image}") if isinstance(image, BadRecord) else image
 
-    def image_at(self, path: str) -> bytes | BadRecord:
-        """Reads an image that has its own file."""
-        place = self.place_of(path)
-        if isinstance(place, BadRecord):
-            return place
-        outcome = with_retries(lambda: read_file(self.at.image_fs, place), self.is_local)
-        if not isinstance(outcome, Exception):
-            return outcome
-        if reason := reason_of_file(outcome):
-            return BadRecord(f"{in_one_line(path)}: {reason}")
-        # Not a bad record: the file may be readable later.
-        reason = reason_of(self.at.uri, outcome)
-        raise DataError(f"{in_one_line(path)}: cannot be read: {reason}.")
+
+def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
+    """Makes a shard of a table that is in memory, or mapped into it."""
+    starts = [0, *accumulate(group.rows for group in groups)]
+
+    def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
+        used = table.select([*columns])
+        parts = [used.slice(starts[group], groups[group].rows) for group in chosen]
+        for part in parts:
+            part.validate(full=True)  # a damaged offset would lead anywhere in memory
+        return pa.concat_tables(parts)
+
+    def where_in(group: int, place: int) -> str:
+        return f"{at.name}, row {starts[group] + place}"
+
+    return Shard(at, groups=tuple(groups), load=load, where_in=where_in, **facts)
 
 
 def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
@@ -218,34 +197,17 @@ def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
     return values[0] if len(values) == 1 else list(zip(*values, strict=True))
 
 
-def read_file(fs: Any, path: str) -> bytes:
-    """The bytes as they are, whatever the name ends with."""
-    if isinstance(fs, pafs.LocalFileSystem):
-        return read_on_disk(path)
-    with fs.open_input_stream(path, compression=None) as stream:
-        return bytes(stream.read())
-
-
-def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
-    """Like `attempt`, but retries errors of an object store a little later."""
-    outcome = attempt(ask)
-    for wait_s in () if is_local else RETRY_S:
-        if not isinstance(outcome, Exception) or not is_passing(outcome):
-            break
-        time.sleep(wait_s)
-        outcome = attempt(ask)
-    return outcome
-
-
-def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, ...], str]:
+def columns_of_images(
+    name: str, schema: Any, config: DataConfig, binary: bool
+) -> tuple[tuple[str, ...], str]:
     """The columns of the images (bytes, paths of files, or both), and that of the paths.
 
     Raises:
         DataError: a column is missing, there are two of that name, or it has the wrong type.
     """
-    flag = "--data.target-columns" if columns.targets else "--data.label-column"
-    flags = f"--data.image-column or {flag}" if columns.labels else "--image-column"
-    for column in (columns.image, *columns.labels):
+    flag = "--data.target-columns" if config.target_columns else "--data.label-column"
+    flags = f"--data.image-column or {flag}" if label_columns(config) else "--image-column"
+    for column in (config.image_column, *label_columns(config)):
         if schema.names.count(column) > 1:
             raise DataError(f"{name}: has several columns named {quoted(column)}.")
         if column not in schema.names:
@@ -253,30 +215,28 @@ def columns_of_images(name: str, schema: Any, columns: Columns) -> tuple[tuple[s
                 f"{name}: no column {quoted(column)} among {first_names(schema.names)}."
                 f"{did_you_mean(column, schema.names)} Set {flags}."
             )
-    types = {column: schema.field(column).type for column in columns.labels}
-    if columns.targets:
-        check_targets(name, types, columns.binary)
-    elif columns.label and not is_label(types[columns.label]):
+    types = {column: schema.field(column).type for column in label_columns(config)}
+    if config.target_columns:
+        check_targets(name, types, binary)
+    elif config.label_column and not is_label(types[config.label_column]):
         raise DataError(
-            f"{name}: column {quoted(columns.label)} is {types[columns.label]}; expected one "
-            f"integer, string or boolean per row. Set {flag}; or, for several labels or numbers, "
-            "--data.target-columns."
+            f"{name}: column {quoted(config.label_column)} is {types[config.label_column]}; "
+            f"expected one integer, string or boolean per row. Set {flag}; or, for several labels "
+            "or numbers, --data.target-columns."
         )
-    image = schema.field(columns.image).type
-    if _is_binary(image):
-        return (columns.image,), ""
-    if is_string(image):
-        return (columns.image,), columns.image
+    image = schema.field(config.image_column).type
+    if image in (*_BINARIES, *STRINGS):
+        return (config.image_column,), config.image_column if image in STRINGS else ""
     fields = {field.name: field.type for field in image} if pa.types.is_struct(image) else {}
-    fits = {"bytes": _is_binary, "path": is_string}
-    usable = [of for of, is_fit in fits.items() if of in fields and is_fit(fields[of])]
+    fits = {"bytes": _BINARIES, "path": STRINGS}
+    usable = {of: f"{config.image_column}.{of}" for of in fits if fields.get(of) in fits[of]}
     if not usable:
         raise DataError(
-            f"{name}: column {quoted(columns.image)} is {image}; encoded images (struct<bytes, "
-            "path> or binary) or paths of files are expected. Set --data.image-column."
+            f"{name}: column {quoted(config.image_column)} is {image}; encoded images "
+            "(struct<bytes, path> or binary) or paths of files are expected. Set "
+            "--data.image-column."
         )
-    path = f"{columns.image}.path" if "path" in usable else ""
-    return tuple(f"{columns.image}.{of}" for of in usable), path
+    return tuple(usable.values()), usable.get("path", "")
 
 
 def column_of(name: str, values: Sequence[Any], where: str) -> Any:
@@ -297,11 +257,93 @@ def column_of(name: str, values: Sequence[Any], where: str) -> Any:
         ) from None
 
 
-def _is_binary(kind: Any) -> bool:
-    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(check(kind) for check in checks)
-
-
 def leads_out(path: str) -> bool:
     """Whether it is not below the folder that it starts from."""
     return path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_file(fs: Any, path: str) -> bytes:
+    """The bytes as they are, whatever the name ends with; of a disk, in fewer system calls than
+    `open` needs.
+
+    Raises:
+        OSError: it cannot be read; ENXIO if it might never end.
+    """
+    if not isinstance(fs, pafs.LocalFileSystem):
+        with fs.open_input_stream(path, compression=None) as stream:
+            return bytes(stream.read())
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
+    try:
+        seen = os.fstat(file)
+        if not S_ISREG(seen.st_mode) and not S_ISDIR(seen.st_mode):
+            raise OSError(errno.ENXIO, NO_FILE)
+        pieces = [os.read(file, seen.st_size + 1)]
+        while more := os.read(file, _READ_BYTES):  # of more than 2 GiB, or still growing
+            pieces.append(more)
+        return b"".join(pieces)
+    finally:
+        os.close(file)
+
+
+def reason_of_file(error: Exception) -> str:
+    """Why a file itself cannot be read; "" if it may be readable later."""
+    if isinstance(error, FileNotFoundError):  # of a store, too
+        return "no such file"
+    if isinstance(error, OSError) and error.errno in _OF_THE_FILE:
+        return str(error.strerror)
+    return ""
+
+
+def image_in(fs: Any, path: str, uri: str, shown: str) -> bytes | BadRecord:
+    """The bytes of a file; a `BadRecord` if it cannot be read for a reason of its own.
+
+    Raises:
+        DataError: it cannot be read for another reason, so it may be readable later.
+    """
+    outcome = with_retries(lambda: read_file(fs, path), isinstance(fs, pafs.LocalFileSystem))
+    if isinstance(outcome, Exception) and (reason := reason_of_file(outcome)):
+        return BadRecord(reason)
+    return unless_failed(outcome, uri, f"{shown}: cannot be read")
+
+
+def content_of(path: str) -> bytes | BadRecord:
+    """The bytes of a file on this machine, as `image_in`."""
+    return image_in(_DISK, path, path, path)
+
+
+def sizes_of(paths: Sequence[str]) -> list[int]:
+    """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
+
+    def size(path: str) -> int:
+        try:
+            return os.path.getsize(path)
+        except (OSError, ValueError):  # or it has a null character
+            return -1
+
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:  # for NFS
+        return list(threads.map(size, paths))
+
+
+def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
+    """Like `attempt`, but retries errors of an object store a little later."""
+    outcome = attempt(ask)
+    for wait_s in () if is_local else RETRY_S:
+        if not isinstance(outcome, Exception) or not is_passing(outcome):
+            break
+        time.sleep(wait_s)
+        outcome = attempt(ask)
+    return outcome
+
+
+def unless_failed(outcome: T | Exception, uri: str, what: str) -> T:
+    """Returns an outcome; raises DataError (``what: why``, without secrets) if it is an error."""
+    if isinstance(outcome, RaytrainError):
+        raise outcome
+    if isinstance(outcome, Exception):
+        raise DataError(f"{what}: {reason_of_file(outcome) or reason_of(uri, outcome)}.")
+    return outcome

@@ -1,21 +1,27 @@
-"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks."""
+"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks.
+
+They are in memory, read in advance, exactly once, within a limit: the order of an epoch visits each
+row once, so a block is finished when all its rows have been read, and is dropped at once. (If all
+blocks fit, they stay.)
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import NO_FILE, sizes_of
+from raytrain_ddp.data.formats.file_formats import open_shards
 from raytrain_ddp.data.formats.labels import (
     Labels,
     NoLabelsError,
@@ -27,20 +33,21 @@ from raytrain_ddp.data.formats.labels import (
     numbers_in,
     were_numbers,
 )
-from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
-from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, rows_in, with_retries
-from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
-from raytrain_ddp.data.formats.tar_shard import open_tar
+from raytrain_ddp.data.formats.shard import Shard, label_columns, rows_in, sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import RowMask, Rows
-from raytrain_ddp.errors import DataError, RaytrainError, first_names, in_one_line, quoted
-from raytrain_ddp.uri import attempt, reason_of, uri_beside, without_secrets
+from raytrain_ddp.errors import DataError, first_names, in_one_line, quoted
+from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
 _READERS = 2  # of local files: mostly copying, concurrent with decoding threads
-_TRIED = 16  # images of a list
+_LABEL_READERS = 16
+_README = "README.md"
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
+_CACHE_THREADS = 64  # no fewer than threads that need a block now, or read in advance
+
+Image = bytes | BadRecord
 
 
 class ShardImages(ImageSource):
@@ -52,12 +59,12 @@ class ShardImages(ImageSource):
     Args:
         paths: paths or URIs of files; rows are numbered consecutively in this order.
         config: `image_column` is struct<bytes, path>, binary, or paths; `label_column` integers,
-            strings or booleans. With `target_columns`, labels are float32 (targets,).
+            strings or booleans; "": no labels are read, and each is 0. With `target_columns`,
+            labels are float32 (targets,).
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or does not have.
         named: the names of integer labels; files with their own names must have the same ones.
-        labeled: False: no labels are read; each is 0.
 
     Raises:
         NoLabelsError: no row has a label.
@@ -72,14 +79,10 @@ class ShardImages(ImageSource):
         classes: Sequence[str] | None = None,
         binary: bool = False,
         named: Sequence[str] | None = None,
-        labeled: bool = True,
     ) -> None:
-        self._columns = columns_of(config, binary)
-        if not labeled:
-            self._columns = self._columns._replace(label="", targets=())
-        self._shards = open_shards(paths, self._columns)
-        if named is not None:
-            self._shards = [with_names(shard, named) for shard in self._shards]
+        self._config, self._binary = config, binary
+        self._columns = label_columns(config)
+        self._shards = open_shards(paths, config, binary)
         self.uses_root = any(shard.has_files for shard in self._shards)
         self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
@@ -98,20 +101,11 @@ class ShardImages(ImageSource):
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names: list[str] = []
-        if labeled:
-            self._labels_of = labels_of(self._shards, self._columns, classes)
+        if self._columns:
+            self._labels_of = self._mapping(classes, named)
             self.class_names = [*self._labels_of.names]
-            if classes is None and not self._columns.targets and self._are_unnamed:
-                self.mapped = how_mapped(self.class_names)
-        self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
-        self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
-        self._may_skip = config.may_skip
-
-    @property
-    def _are_unnamed(self) -> bool:
-        return not all(shard.class_names for shard in self._shards)
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -141,11 +135,10 @@ class ShardImages(ImageSource):
 
     def labels(self) -> Rows:
         """Reads only the label columns; see `ImageSource.labels`."""
-        if not self._columns.labels:
+        if not self._columns:
             return np.zeros(self.blocks.sum(), np.int64)
-        kind, start, numbers = np.float32 if self._columns.targets else np.int64, 0, []
-        values = all_values(self._shards, self._columns.labels)
-        for of_shard in filter(None, values):
+        kind, start, numbers = np.float32 if self._config.target_columns else np.int64, 0, []
+        for of_shard in filter(None, self._values()):
             numbers.append(np.array(self._numbers(of_shard, start), kind))
             start += len(of_shard)
         return np.concatenate(numbers)
@@ -163,19 +156,23 @@ class ShardImages(ImageSource):
         its images), independent of where the files are.
 
         Raises:
-            DataError: an image of a list does not exist, and bad records are an error.
+            DataError: no image of a list exists, or one does not, and bad records are an error.
         """
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
-        for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
-            if size < 0 and not self._may_skip:
-                raise DataError(
-                    f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
-                    "row, or set --data.bad-records skip."
-                )
-            digest.update(f"{size}\n".encode())
+        paths = [path for path, _ in self.files or ()]
+        sizes = sizes_of(paths)
+        missing = [row for row, size in enumerate(sizes) if size < 0]
+        if missing and (not self._config.may_skip or len(missing) == len(sizes)):
+            first = missing[0]
+            raise DataError(
+                f"{self.where(first)}: {in_one_line(paths[first])}: no such file; missing are "
+                f"{len(missing)} of {len(sizes)}. Restore them, remove the rows, set --data.root "
+                "to the folder that the paths are relative to, or --data.bad-records skip."
+            )
+        digest.update("".join(f"{size}\n" for size in sizes).encode())
         return digest.hexdigest()
 
     @property
@@ -201,39 +198,38 @@ class ShardImages(ImageSource):
 
     def place(self, row: int) -> tuple[str, int]:
         """The name of the file, and the row in it, from 0."""
-        shard = self._blocks[self._blocks_of(np.array([row]))[0]][0]
+        shard, _ = self._blocks[self._blocks_of(row)]
         first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
         return shard.name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
-        block = int(self._blocks_of(np.array([row]))[0])
+        block = self._blocks_of(row)
         shard, group = self._blocks[block]
         return shard.where_in(group, row - int(self._starts[block]))
 
-    def _blocks_of(self, rows: Rows) -> Rows:
+    def _blocks_of(self, rows: Any) -> Any:
+        """The block of a row, or of each of several."""
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
         images = shard.groups[group].images
-        table = shard.read([group], (*images, *self._columns.labels))
+        table = shard.read([group], (*images, *self._columns))
         labels: list[Any] = [0] * table.num_rows
-        if self._columns.labels:
-            values = rows_in(table, self._columns.labels)
+        if self._columns:
+            values = rows_in(table, self._columns)
             labels = self._numbers(values, int(self._starts[block]))
-        kept = {"paths" if name == shard.path_column else "images": name for name in images}
-        columns = {kind: table.column(name) for kind, name in kept.items()}
-        whole = {k: c.chunk(0) if c.num_chunks == 1 else c for k, c in columns.items()}
-        return ImageGroup(labels=labels, nbytes=table.nbytes, **whole)
+        kinds = {"paths" if name == shard.path_column else "images": name for name in images}
+        columns = {kind: table.column(name) for kind, name in kinds.items()}
+        return ImageGroup(labels=labels, nbytes=table.nbytes, **columns)
 
     def _numbers(self, values: Sequence[Any], start: int) -> list[Any]:
         """The class numbers or targets of rows start, start + 1, ..."""
         numbers: list[Any] = list(map(self._labels_of.number, values))
-        place = next((place for place, number in enumerate(numbers) if number is None), None)
+        place = next((n for n, number in enumerate(numbers) if isinstance(number, str)), None)
         if place is not None:
-            wrong = self._labels_of.what_is_wrong(values[place])
-            column = "" if self._columns.targets else f"{self._columns.label} "
-            raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
+            column = "" if self._config.target_columns else f"{self._config.label_column} "
+            raise DataError(f"{self.where(start + place)}: {column}{numbers[place]}.")
         return numbers
 
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
@@ -246,206 +242,232 @@ class ShardImages(ImageSource):
     def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
         used = used or (lambda block: np.ones(self.blocks[block], bool))
-        return RowGroupCache(self._load, self.block_bytes, self._memory_bytes, threads, used)
+        limit_bytes = self._config.memory_mib * _MIB
+        return RowGroupCache(self._load, self.block_bytes, limit_bytes, threads, used)
 
-    def _require_images(self) -> None:
-        """Finds a wrong folder of images early: the first of a list must not all be missing."""
-        for block, (shard, group) in enumerate(self._blocks):
-            if group or not shard.is_local or not shard.has_files:
-                continue
-            first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
-            tried = [shard.place_of(path) for path in first if path]
-            if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
-                continue
-            where = self.where(int(self._starts[block]))
-            if isinstance(tried[0], BadRecord):
-                raise DataError(f"{where}: {tried[0]}.")
-            remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
-            raise DataError(
-                f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
-                f"too. {remedy} the folder that the paths are relative to."
-            )
+    # -------------------------------------------------------------- the labels
 
+    def _mapping(
+        self, classes: Sequence[str] | None, named: Sequence[str] | None
+    ) -> Labels | Targets:
+        """The names of the classes or targets, and the mapping of the files' values.
 
-def columns_of(config: DataConfig, binary: bool = False) -> Columns:
-    targets = config.target_columns
-    return Columns(config.image_column, config.label_column, config.root, targets, binary)
+        The names are the columns of targets; or else the given classes, those of the ClassLabel
+        feature, or one per distinct label.
 
-
-# ------------------------------------------------------------------ labels
-
-_LABEL_READERS = 16
-
-
-def labels_of(
-    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
-) -> Labels | Targets:
-    """The names of the classes or targets, and the mapping of the files' values.
-
-    The names are the columns of targets; or else the given classes, those of the ClassLabel
-    feature, or one per distinct label.
-
-    Raises:
-        NoLabelsError: no row has a label.
-        DataError: files disagree about their classes, or have classes that are not in the given
-            list, or classes are given for columns.
-    """
-    files = first_names([shard.name for shard in shards], 2)
-    if columns.targets and not columns.has_lists:
-        if classes is not None and tuple(classes) != columns.targets:
-            raise DataError(
-                f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
-                "columns: remove it."
-            )
-        return Targets(columns.targets, columns.targets, columns.binary)
-    named = [shard for shard in shards if shard.class_names]
-    own = named[0].class_names if named else None  # also of files without names
-    for shard in named:
-        with_names(shard, own or (), named[0].name)
-    if classes is not None:
-        own = None if were_numbers(classes, own or ()) else own
-        numbers_in(classes, own or (), files)
-    known = own if classes is None else list(classes)
-    if columns.targets:
-        rows = () if known else all_values(shards, columns.targets)
-        occur = (label for values in rows for row in values for label in row or ())
-        return Targets(columns.targets, known or names_of(occur), columns.binary, own)
-    if known:
-        values = _by_group(shards, columns.label)
-        if not any(is_labeled(value, known) for group in values for value in {*group}):
-            raise _without_labels(files)
+        Raises:
+            NoLabelsError: no row has a label.
+            DataError: files disagree about their classes, or have classes that are not in the given
+                list, or classes are given for columns.
+        """
+        targets, binary = self._config.target_columns, self._binary
+        files = first_names([shard.name for shard in self._shards], 2)
+        if targets and not (binary and len(targets) == 1):  # which has lists of labels
+            if classes is not None and tuple(classes) != targets:
+                raise DataError(
+                    f"data.classes = {quoted(tuple(classes))}: the names of targets are those of "
+                    "their columns: remove it."
+                )
+            return Targets(targets, targets, binary)
+        stated = [(shard.name, shard.class_names) for shard in self._shards if shard.class_names]
+        is_named = named is not None or len(stated) == len(self._shards)
+        if named is not None:
+            stated.insert(0, (_README, distinct_names(named, _README)))
+        place, own = stated[0] if stated else ("", None)
+        for name, names in stated:
+            if own and names != own:
+                raise DataError(
+                    f"{name}: its class names ({first_names(names, 5)}) differ from those in "
+                    f"{place} ({first_names(own, 5)})."
+                )
+        if classes is not None:
+            own = None if were_numbers(classes, own or ()) else own
+            numbers_in(classes, own or (), files)
+        known = own if classes is None else list(classes)
+        if targets:
+            rows = () if known else self._values()
+            occur = (label for values in rows for row in values for label in row or ())
+            return Targets(targets, known or names_of(occur), binary, own)
+        if known is None:
+            known = self._labels_that_occur(files)
+        else:
+            groups = (shard.read([group], self._columns) for shard, group in self._blocks)
+            values = ({*group.column(0).to_pylist()} for group in groups)  # until there is a label
+            if not any(is_labeled(value, known) for group in values for value in group):
+                raise _without_labels(files)
+        if classes is None and not is_named:
+            self.mapped = how_mapped(known)
         return Labels(known, own)
-    return Labels(_labels_that_occur(shards, columns.label, files))
+
+    def _labels_that_occur(self, files: str) -> list[str]:
+        """Reads all labels.
+
+        Raises:
+            DataError: one is no label, or there are numbers next to text; names the row.
+        """
+        found = [{*values} for values in self._values()]
+        if not any(is_labeled(value) for values in found for value in values):
+            raise _without_labels(files)
+        every = {value for values in found for value in values}
+        kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
+        if len(kinds) > 1:
+            several, column = " and ".join(sorted(kinds)), quoted(self._config.label_column)
+            raise DataError(f"{files}: column {column} has labels of several types: {several}.")
+        self._labels_of = Labels(names_of(every))
+        if any(isinstance(self._labels_of.number(value), str) for value in every):
+            self.labels()  # names the row
+        return [*self._labels_of.names]
+
+    def _values(self) -> Iterator[list[Any]]:
+        """The labels or targets in each file, see `rows_in`; reads several files in parallel."""
+        with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
+            yield from pool.map(lambda shard: shard.values(*self._columns), self._shards)
 
 
-def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
-    """Returns the file with these class names, which come from `where`.
-
-    Raises:
-        DataError: it has different ones.
-    """
-    own, names = shard.class_names, distinct_names(names, where)
-    if own and own != names:
-        raise DataError(
-            f"{shard.name}: its class names ({first_names(own, 5)}) differ from those in {where} "
-            f"({first_names(names, 5)})."
-        )
-    return replace(shard, class_names=names)
-
-
-def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list[Any]]:
-    """The values of small columns of each file, see `rows_in`; reads several files in parallel."""
-    with ThreadPoolExecutor(_LABEL_READERS, thread_name_prefix="labels") as pool:
-        yield from pool.map(lambda shard: shard.values(*columns), shards)
-
-
-def _by_group(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
-    """The values of each row group in turn, for a reader who soon has enough."""
-    for shard in shards:
-        for group, info in enumerate(shard.groups):
-            if info.rows:
-                yield shard.read([group], [column]).column(0).to_pylist()
+_KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
 
 
 def _without_labels(files: str) -> NoLabelsError:
     return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
 
 
-def _labels_that_occur(shards: Sequence[Shard], column: str, files: str) -> list[str]:
-    """Reads all labels.
-
-    Raises:
-        DataError: one is no label, or there are numbers next to text; names the row.
-    """
-    found = [{*values} for values in all_values(shards, [column])]
-    if not any(is_labeled(value) for values in found for value in values):
-        raise _without_labels(files)
-    kinds = {_KINDS[type(value)] for values in found for value in values if value is not None}
-    if len(kinds) > 1:
-        several = " and ".join(sorted(kinds))
-        raise DataError(f"{files}: column {quoted(column)} has labels of several types: {several}.")
-    names = names_of(value for values in found for value in values)
-    labels = Labels(names)
-    for shard, distinct in zip(shards, found, strict=True):
-        if any(labels.number(value) is None for value in distinct):
-            for row, value in enumerate(shard.values(column)):
-                if labels.number(value) is None:
-                    what = labels.what_is_wrong(value)
-                    raise DataError(f"{shard.where(row)}: {column} {what}.")
-    return names
-
-
-_KINDS = {bool: "booleans", int: "numbers", float: "numbers", str: "text"}
-
-
-# ------------------------------------------------------------------ files
-
-_OPENERS = 16
-_ERRORS_SHOWN = 20
+# ------------------------------------------------------------------ in memory
 
 
 @dataclass(frozen=True)
-class Format:
-    """A format of files.
+class ImageGroup:
+    """A row group in memory: Arrow columns from which rows are copied when they are read."""
+
+    labels: list[Any]
+    nbytes: int
+    images: Any = None
+    paths: Any = None
+
+    def image(self, place: int) -> Image | str:
+        """The image, or the path of its file."""
+        if self.images is not None:
+            image = self.images[place].as_py()
+            if image is not None:
+                return bytes(image)
+        path = None if self.paths is None else self.paths[place].as_py()
+        return str(path) if path else BadRecord("the image is null")
+
+
+@dataclass(eq=False)
+class _Kept:
+    size_bytes: int  # expected, then measured
+    unread: RowMask  # (rows,): the rows still to be read in this pass over the data
+    content: Future[ImageGroup]
+
+
+class RowGroupCache:
+    """Blocks that are loaded by threads of their own, on demand or in advance.
+
+    Thread-safe: threads wait for each other only for the same block.
 
     Args:
-        ends: in lower case.
-        open: reads and checks the description of a file's rows. Raises ValueError, OSError or
-            tarfile.TarError if it is missing or damaged, DataError if it cannot be used.
+        load: block -> its content. Called by several threads concurrently, for different blocks.
+        sizes: approximate bytes of each in memory, shape (blocks,).
+        limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
+            that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
+        ahead: maximum number of blocks read in advance concurrently.
+        used: block -> whether each of its rows is ever read, shape (rows in the block,).
     """
 
-    title: str
-    ends: tuple[str, ...]
-    open: Callable[[Opened, Columns], Shard]
+    def __init__(
+        self,
+        load: Callable[[int], ImageGroup],
+        sizes: Rows,
+        limit_bytes: int,
+        ahead: int,
+        used: Callable[[int], RowMask],
+    ) -> None:
+        self._load, self._sizes, self._used = load, sizes, used
+        self._limit, self._most_ahead = limit_bytes, ahead
+        self._all_fit = int(sizes.sum()) <= limit_bytes
+        self._lock = Lock()
+        self._kept: dict[int, _Kept] = {}  # least recently used first
+        self._wanted: dict[int, None] = {}  # to be read in advance, in this order
+        self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
 
+    def get(self, block: int, places: Rows) -> ImageGroup:
+        """A block of which the caller reads the rows at `places`, shape (n,)."""
+        with self._lock:
+            self._wanted.pop(block, None)
+            if block not in self._kept:
+                self._make_room(block)
+                self._begin(block)
+            kept = self._kept[block] = self._kept.pop(block)  # now the last one
+            kept.unread[places] = False
+            if done := not kept.unread.any():
+                kept.unread = self._used(block)  # in the next pass over the data
+        content = kept.content.result()
+        with self._lock:
+            if done and not self._all_fit:
+                self._drop(block, kept)
+            self._read_ahead()
+        return content
 
-_LISTS = tuple(
-    f"{end}{packed}" for end in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in ("", ".gz")
-)
-_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
-FORMATS = (
-    Format("Parquet", (".parquet",), open_parquet),
-    Format("Arrow", (".arrow",), open_arrow),
-    Format("tar", _TARS, open_tar),
-    Format("CSV, TSV or JSON lines", _LISTS, open_list),
-)
+    def ahead(self, blocks: Iterable[int]) -> None:
+        """Announces which blocks will be needed next, in this order. Returns at once.
 
+        Not for rows that may have been read already: their blocks would be read again.
+        """
+        with self._lock:
+            self._wanted |= dict.fromkeys(block for block in blocks if block not in self._kept)
+            self._read_ahead()
 
-def format_of(name: str) -> Format | None:
-    """The format of a file of this name."""
-    return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
+    def close(self) -> None:
+        """Ends the threads after their current reads. Cached blocks and `get` remain usable."""
+        with self._lock:
+            self._wanted.clear()
+            pool = self._pool
+            self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
+        pool.shutdown()
 
+    def _loaded(self, block: int) -> ImageGroup:
+        """Loads a block. On an error, the waiting threads get it; later calls try again."""
+        try:
+            content = self._load(block)
+        except BaseException:
+            with self._lock:
+                del self._kept[block]
+            raise
+        with self._lock:
+            self._kept[block].size_bytes = content.nbytes
+        return content
 
-def open_shard(uri: str, columns: Columns) -> Shard:
-    """Reads and checks the description of the rows of a file at a URI or path.
+    def _go_on(self, _: object) -> None:
+        with self._lock:
+            self._read_ahead()
 
-    Raises:
-        DataError: it is missing or damaged, or a column is missing or of the wrong type.
-    """
-    name = without_secrets(uri)
-    form = format_of(name) or FORMATS[0]
-    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
-        raise DataError(f"{name}: {NO_FILE}: remove it.")
-    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
-    if isinstance(outcome, RaytrainError):
-        raise outcome
-    if isinstance(outcome, FileNotFoundError):
-        raise DataError(f"{name}: no such file.")
-    if isinstance(outcome, Exception):
-        raise DataError(f"{name}: not a readable {form.title} file: {reason_of(uri, outcome)}.")
-    return outcome
+    # The following methods require the lock.
 
+    def _begin(self, block: int) -> None:
+        content = self._pool.submit(self._loaded, block)
+        self._kept[block] = _Kept(int(self._sizes[block]), self._used(block), content)
+        content.add_done_callback(self._go_on)
 
-def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
-    """Opens all files, or raises one error that lists each unusable file."""
-    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
-        opened = list(pool.map(lambda path: attempt(lambda: open_shard(path, columns)), paths))
-    errors = [result for result in opened if isinstance(result, Exception)]
-    for error in errors:
-        if len(errors) == 1 or not isinstance(error, DataError):
-            raise error
-    if errors:
-        texts = [str(error).rstrip(".") for error in errors]
-        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
-        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
-    return [result for result in opened if isinstance(result, Shard)]
+    def _fits(self, block: int) -> bool:
+        others = () if self._all_fit else self._kept.values()
+        return sum(each.size_bytes for each in others) + int(self._sizes[block]) <= self._limit
+
+    def _make_room(self, block: int) -> None:
+        """Drops blocks early to make room for one that is needed now."""
+        for other, kept in [*self._kept.items()]:
+            if self._fits(block):
+                return
+            if kept.content.done():
+                self._drop(other, kept)
+
+    def _drop(self, block: int, kept: _Kept) -> None:
+        if self._kept.get(block) is kept:
+            del self._kept[block]
+
+    def _read_ahead(self) -> None:
+        """Begins as many as may be read at a time, until the next one does not fit."""
+        while self._wanted and self._fits(block := next(iter(self._wanted))):
+            if sum(not each.content.done() for each in self._kept.values()) >= self._most_ahead:
+                return
+            del self._wanted[block]
+            self._begin(block)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,17 +22,16 @@ from typing import Any
 import pyarrow as pa
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
+from raytrain_ddp.data.discovery.file_listing import EXTENSIONS, leftover_in
 from raytrain_ddp.data.formats.shard import (
-    Columns,
     Opened,
     RowGroup,
     Shard,
     column_of,
     columns_of_images,
     rows_in,
+    shard_of,
 )
-from raytrain_ddp.data.formats.table_shard import shard_of
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
 
@@ -51,7 +49,7 @@ _DIGEST_BYTES = 32
 Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
 
-def open_tar(at: Opened, columns: Columns) -> Shard:
+def open_tar(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """Opens a tar file by its index, which is made if there is none; the digest is the index's.
 
     The image of a sample is its member `image_column`, by default the only one with the suffix of
@@ -61,16 +59,16 @@ def open_tar(at: Opened, columns: Columns) -> Shard:
     at.require_local("tar")
     if not at.name.lower().endswith(".tar"):
         raise DataError(f"{at.name}: compressed, so single rows cannot be read: decompress it.")
-    if columns.targets:
+    if config.target_columns:
         raise DataError(
             f"{at.name}: data.target_columns are read from Parquet, Arrow and lists only: write "
             "the targets into a list of the images."
         )
     status = os.stat(at.path)
-    index = _index_of(at, columns, status)
+    index = _index_of(at, config, status)
     schema, metadata = index.schema, index.schema.metadata
-    schema = schema.append(pa.field(columns.image, pa.binary()))
-    images, _ = columns_of_images(at.name, schema, columns)
+    schema = schema.append(pa.field(config.image_column, pa.binary()))
+    images, _ = columns_of_images(at.name, schema, config, binary)
     groups = [*_groups(rows_in(index, _SPAN), images)]
     listed = shard_of(
         at,
@@ -84,12 +82,12 @@ def open_tar(at: Opened, columns: Columns) -> Shard:
     )
 
     def load(chosen: Sequence[int], names: Sequence[str]) -> Any:
-        kept = [name for name in names if name != columns.image]
+        kept = [name for name in names if name != config.image_column]
         found = listed.load(chosen, [*kept, *_SPAN])
-        if columns.image in names:
+        if config.image_column in names:
             spans = [listed.load([group], _SPAN) for group in chosen]
             read = [_images(at.path, status, span) for span in spans]
-            found = found.append_column(columns.image, pa.chunked_array(read, pa.binary()))
+            found = found.append_column(config.image_column, pa.chunked_array(read, pa.binary()))
         return found
 
     def where_in(group: int, place: int) -> str:
@@ -105,9 +103,8 @@ def _images(path: str, status: os.stat_result, spans: Any) -> Any:
         ValueError: the file is not the one that was indexed.
     """
     pairs = rows_in(spans, _SPAN)
-    known = [pair for pair in pairs if pair[0] is not None]
-    first = min((offset for offset, _ in known), default=0)
-    last = max((offset + size for offset, size in known), default=0)
+    known = [pair for pair in pairs if pair[0] is not None] or [(0, 0)]
+    first, last = min(known)[0], max(offset + size for offset, size in known)
     with open(path, "rb") as file:
         now = os.fstat(file.fileno())
         if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
@@ -118,86 +115,64 @@ def _images(path: str, status: os.stat_result, spans: Any) -> Any:
     return pa.array(images, pa.binary())
 
 
-def _groups(
-    spans: Sequence[tuple[int | None, int | None]], images: tuple[str, ...]
-) -> Iterator[RowGroup]:
+def _groups(spans: Sequence[tuple[int | None, int]], images: tuple[str, ...]) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
-    rows, first, last = 0, math.inf, 0.0  # rows of the group; where its bytes begin and end
+    rows, size_bytes, ends = 0, 0, list[int]()  # of the group; where its bytes begin and end
     for offset, size in spans:
-        begin = math.inf if offset is None else offset - tarfile.BLOCKSIZE
-        end = 0 if offset is None else offset + (size or 0)
-        is_too_large = max(last, end) - min(first, begin) > _GROUP_BYTES
-        if rows == _GROUP_ROWS or (rows and is_too_large):
-            yield _group(rows, first, last, images)
-            rows, first, last = 0, math.inf, 0.0
-        rows, first, last = rows + 1, min(first, begin), max(last, end)
+        own = [] if offset is None else [offset - tarfile.BLOCKSIZE, offset + size]
+        both = [*ends, *own]
+        is_full = rows == _GROUP_ROWS or max(both, default=0) - min(both, default=0) > _GROUP_BYTES
+        if rows and is_full:
+            yield RowGroup(rows, size_bytes, size_bytes, images)
+            rows, both = 0, own
+        ends = [min(both), max(both)] if both else []
+        rows, size_bytes = rows + 1, ends[1] - ends[0] if ends else 0
     if rows:
-        yield _group(rows, first, last, images)
-
-
-def _group(rows: int, first: float, last: float, images: tuple[str, ...]) -> RowGroup:
-    size = int(max(0, last - first))
-    return RowGroup(rows, size, size, images)
+        yield RowGroup(rows, size_bytes, size_bytes, images)
 
 
 # ------------------------------------------------------------------ the index
 
 
-def _index_of(at: Opened, columns: Columns, status: os.stat_result) -> Any:
+def _index_of(at: Opened, config: DataConfig, status: os.stat_result) -> Any:
     """The index from the cache, or a new one, which is stored there."""
     place = os.path.realpath(at.path), status.st_size, status.st_mtime_ns
-    identity = ascii((_VERSION, *place, *columns[:2]))
+    identity = ascii((_VERSION, *place, config.image_column, config.label_column))
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = home / "raytrain_ddp" / "tar-index"
     path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.arrow"
     with ExitStack() as held:  # the processes of a machine share the work
-        try:
+        kept = b""
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context((folder / ".lock").open("w")), fcntl.LOCK_EX)
-        except OSError as error:
-            _log.warning("%s: the index of %s is not kept: %s", folder, at.name, error.strerror)
-            return _made(at, columns)
-        index = _stored(path)
-        if index is None:
-            index = _made(at, columns)
-            _store(path, index)
-        return index
+            kept = path.read_bytes()
+        digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if sha256(content).digest() != digest:  # there is none, or a damaged one
+            index, sink = _made(at, config), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, index.schema) as writer:
+                writer.write_table(index)
+            content = sink.getvalue().to_pybytes()
+            try:
+                with replace_with(path, folder) as temp:
+                    temp.write_bytes(sha256(content).digest() + content)
+            except (OSError, DataError) as error:  # such as a full disk
+                _log.warning("%s: the index of %s is not kept: %s", folder, at.name, error)
+        return pa.ipc.open_stream(content).read_all()
 
 
-def _stored(path: Path) -> Any:
-    """None if there is no such index, or a damaged one."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, table = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return pa.ipc.open_stream(table).read_all() if sha256(table).digest() == digest else None
-
-
-def _store(path: Path, index: Any) -> None:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, index.schema) as writer:
-        writer.write_table(index)
-    content = sink.getvalue().to_pybytes()
-    try:
-        with replace_with(path, path.parent) as temp:
-            temp.write_bytes(sha256(content).digest() + content)
-    except (OSError, DataError) as error:  # such as a full disk
-        _log.warning("%s: cannot be written: %s", path, error)
-
-
-def _made(at: Opened, columns: Columns) -> Any:
+def _made(at: Opened, config: DataConfig) -> Any:
     rows: list[tuple[str, int | None, int | None]] = []
     labels: list[Any] = []
     left_out: list[str] = []
     with open(at.path, "rb") as file:
         for key, members in _samples(at.name, file, left_out):
-            image = members.get(_image_suffix(f"{at.name}, {key}", members, columns))
+            image = members.get(_image_suffix(f"{at.name}, {key}", members, config))
             name = key if image is None else image.name
             span = (None, None) if image is None else (image.offset_data, image.size)
             rows.append((name.encode("utf-8", "replace").decode(), *span))
-            labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
-    column = column_of(columns.label, labels, at.name)
+            labels.append(_label(f"{at.name}, {key}", members, config, file.fileno()))
+    column = column_of(config.label_column, labels, at.name)
     if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
         labels = [*map(int, labels)]  # in the digest only, as in earlier versions
     digest = sha256()
@@ -206,7 +181,7 @@ def _made(at: Opened, columns: Columns) -> Any:
     types = {_NAMES: pa.string(), **dict.fromkeys(_SPAN, pa.int64())}
     table = pa.table({name: [row[n] for row in rows] for n, name in enumerate(types)})
     table = table.cast(pa.schema([*types.items()]))
-    table = table.append_column(columns.label or "label", column)
+    table = table.append_column(config.label_column or "label", column)
     metadata = {"digest": digest.hexdigest(), "left_out": json.dumps(left_out)}
     return table.replace_schema_metadata(metadata)
 
@@ -246,10 +221,10 @@ def _samples(name: str, file: Any, left_out: list[str]) -> Iterator[tuple[str, M
         yield key, members
 
 
-def _image_suffix(where: str, members: Members, columns: Columns) -> str:
+def _image_suffix(where: str, members: Members, config: DataConfig) -> str:
     """The suffix of the sample's image; "" if it has none."""
-    if columns.image != DataConfig.image_column:
-        return columns.image.lower()
+    if config.image_column != DataConfig.image_column:
+        return config.image_column.lower()
     found = [suffix for suffix in members if f".{suffix}".endswith(EXTENSIONS)]
     if len(found) > 1:
         raise DataError(
@@ -259,10 +234,11 @@ def _image_suffix(where: str, members: Members, columns: Columns) -> str:
     return found[0] if found else ""
 
 
-def _label(where: str, members: Members, columns: Columns, descriptor: int) -> Any:
-    if not columns.label:
+def _label(where: str, members: Members, config: DataConfig, descriptor: int) -> Any:
+    if not config.label_column:
         return 0
-    suffix = "cls" if columns.label == DataConfig.label_column else columns.label.lower()
+    is_default = config.label_column == DataConfig.label_column
+    suffix = "cls" if is_default else config.label_column.lower()
     found = suffix if suffix in members else "json"
     if found not in members:
         raise DataError(
@@ -272,7 +248,7 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
     content = os.pread(descriptor, members[found].size, members[found].offset_data)
     try:
         if found != suffix:
-            return json.loads(content)[columns.label]
+            return json.loads(content)[config.label_column]
         return content.decode("utf-8-sig").strip()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_ddp.data.formats.image_folder import content_of
+from raytrain_ddp.data.formats.shard import content_of
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.pixels.decoding import open_encoded_image, reason_for
 from raytrain_ddp.errors import RaytrainError, first_line

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
-from raytrain_ddp.data.formats.image_folder import sizes_of
+from raytrain_ddp.data.formats.file_formats import open_shards
 from raytrain_ddp.data.formats.labels import NoLabelsError
-from raytrain_ddp.data.formats.shard_images import columns_of, open_shards
+from raytrain_ddp.data.formats.shard import sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.pixels.decoding import reason_for
 from raytrain_ddp.data.splits import Splits, notes_of, open_images, unused_fields
@@ -125,8 +125,8 @@ def list_rows(split: SourceSplit, copy: Path, phase: Phase) -> list[Row]:
     paths: list[str | None] = [None] * len(labels)
     if kind == "files":
         paths = []
-        for shard in open_shards(split.found.paths, columns_of(split.data)):
-            column, count = shard.path_column, shard.starts()[-1]
+        for shard in open_shards(split.found.paths, split.data, binary=False):
+            column, count = shard.path_column, sum(group.rows for group in shard.groups)
             paths += shard.values(column) if column else [None] * count
     columns = zip(labels, sizes, paths, copied["why"].to_pylist(), strict=True)
     return [

@@ -11,25 +11,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.discovery.file_listing import counted, list_in_store, list_on_disk
-from raytrain_ddp.data.formats.image_folder import (
+from raytrain_ddp.data.discovery.file_listing import (
     LEFT_OUT,
-    FolderImages,
-    content_of,
+    counted,
     is_image,
-    sizes_of,
+    list_in_store,
+    list_on_disk,
 )
+from raytrain_ddp.data.formats.file_formats import format_of
 from raytrain_ddp.data.formats.labels import were_numbers
-from raytrain_ddp.data.formats.shard import read_file, with_retries
-from raytrain_ddp.data.formats.shard_images import ShardImages, format_of
-from raytrain_ddp.data.holdout import HoldoutPart
+from raytrain_ddp.data.formats.shard import (
+    content_of,
+    read_file,
+    sizes_of,
+    unless_failed,
+    with_retries,
+)
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import open_evaluation, open_splits
+from raytrain_ddp.data.splits import FolderImages, HoldoutPart, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of
-from raytrain_ddp.uri import open_uri, reason_of, without_secrets
+from raytrain_ddp.uri import open_uri, without_secrets
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
@@ -96,9 +101,7 @@ def _opened(image: Any) -> Any:
 def _in_store(uri: str) -> bytes:
     fs, path = open_uri(uri)
     outcome = with_retries(lambda: read_file(fs, path), is_local=False)
-    if isinstance(outcome, Exception):
-        raise DataError(f"{without_secrets(uri)}: cannot be read: {reason_of(uri, outcome)}.")
-    return outcome
+    return unless_failed(outcome, uri, f"{without_secrets(uri)}: cannot be read")
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,8 @@ def open_input(
     if not images:
         own = model.config.data
         column = own.image_column if image_column is None else image_column
-        config = replace(own, image_column=column, bad_records="skip", target_columns=(), root=None)
-        source = ShardImages(tables, config, labeled=False)
+        bare = replace(own, label_column="", target_columns=(), root=None, bad_records="skip")
+        source = ShardImages(tables, replace(bare, image_column=column))
     data = model.data_of(source, on_bad, image_size or model.image_size)
     return Input(data, _places_of(source), notes)
 

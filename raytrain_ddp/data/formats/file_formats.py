@@ -1,4 +1,4 @@
-"""Tables: Parquet files, Arrow files, and lists of images (CSV, TSV, JSON lines)."""
+"""Formats of files with many rows: Parquet, Arrow, and lists of images (CSV, TSV, JSON lines)."""
 
 from __future__ import annotations
 
@@ -6,53 +6,44 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import sha256
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
-    Columns,
+    NO_FILE,
     Opened,
     RowGroup,
     Shard,
     column_of,
     columns_of_images,
+    label_columns,
     rows_in,
+    shard_of,
+    unless_failed,
+    with_retries,
 )
-from raytrain_ddp.errors import DataError, quoted
+from raytrain_ddp.data.formats.tar_shard import open_tar
+from raytrain_ddp.errors import DataError, first_names, quoted
+from raytrain_ddp.uri import attempt, without_secrets
 
 _GROUP_ROWS = 4096
 _FILE_MAGIC = b"ARROW1"
 
 
-def shard_of(at: Opened, table: Any, groups: Sequence[RowGroup], **facts: Any) -> Shard:
-    """Makes a shard of a table that is in memory, or mapped into it."""
-    starts = [0, *accumulate(group.rows for group in groups)]
-
-    def load(chosen: Sequence[int], columns: Sequence[str]) -> Any:
-        used = table.select([*columns])
-        parts = [used.slice(starts[group], groups[group].rows) for group in chosen]
-        for part in parts:
-            part.validate(full=True)  # a damaged offset would lead anywhere in memory
-        return pa.concat_tables(parts)
-
-    def where_in(group: int, place: int) -> str:
-        return f"{at.name}, row {starts[group] + place}"
-
-    return Shard(at, groups=tuple(groups), load=load, where_in=where_in, **facts)
-
-
 # ------------------------------------------------------------------ lists
 
 
-def open_list(at: Opened, columns: Columns) -> Shard:
+def open_list(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """A file of lines with the paths of images; its rows are counted from 0, without the header."""
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
@@ -60,23 +51,16 @@ def open_list(at: Opened, columns: Columns) -> Shard:
     content.decode()  # raises ValueError
     end = at.name.lower().removesuffix(".gz")
     if end.endswith((".jsonl", ".ndjson")):
-        table = _from_json(content, at.name, columns)
+        table = _from_json(content, at.name, config)
     else:
-        table = _from_csv(content, "\t" if end.endswith(".tsv") else ",", at.name, columns)
-    images, path_column = columns_of_images(at.name, table.schema, columns)
-    if not path_column:
-        raise DataError(
-            f"{at.name}: column {quoted(columns.image)} is "
-            f"{table.schema.field(columns.image).type}; paths of files are expected. Set "
-            "--data.image-column."
-        )
-    table = table.select([*images, *columns.labels])
-    starts = range(0, table.num_rows, _GROUP_ROWS)
-    parts = [table.slice(start, _GROUP_ROWS) for start in starts]
+        table = _from_csv(content, "\t" if end.endswith(".tsv") else ",", at.name, config)
+    images, path_column = columns_of_images(at.name, table.schema, config, binary)
+    table = table.select([*images, *label_columns(config)])
+    parts = (table.slice(start, _GROUP_ROWS) for start in range(0, len(table), _GROUP_ROWS))
     return shard_of(
-        at.below(columns.root),
+        at.below(config.root),
         table,
-        [RowGroup(part.num_rows, part.nbytes, 0, images) for part in parts],
+        [RowGroup(len(part), part.nbytes, 0, images) for part in parts],
         size_bytes=len(content),
         digest=sha256(content).hexdigest(),
         images=images,
@@ -84,12 +68,12 @@ def open_list(at: Opened, columns: Columns) -> Shard:
     )
 
 
-def _from_csv(content: bytes, mark: str, name: str, columns: Columns) -> Any:
+def _from_csv(content: bytes, mark: str, name: str, config: DataConfig) -> Any:
     import pyarrow.csv as arrow_csv  # few data sets need it
 
     if b'"' in content:
         _require_closed(content, mark, name)
-    as_text = (columns.image,) if columns.targets else (columns.image, columns.label)
+    as_text = (config.image_column, *([] if config.target_columns else label_columns(config)))
     return arrow_csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
@@ -119,9 +103,9 @@ def _require_closed(content: bytes, mark: str, name: str) -> None:
             row += 1
 
 
-def _from_json(content: bytes, name: str, columns: Columns) -> Any:
+def _from_json(content: bytes, name: str, config: DataConfig) -> Any:
     """Reads the columns that are used; others may hold anything."""
-    used = {columns.image, *columns.labels}
+    used = {config.image_column, *label_columns(config)}
     rows: list[dict[str, Any]] = []
     found: dict[str, None] = {}
     for line in filter(bytes.strip, content.removeprefix(codecs.BOM_UTF8).splitlines()):
@@ -143,7 +127,7 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
 # ------------------------------------------------------------------ Arrow
 
 
-def open_arrow(at: Opened, columns: Columns) -> Shard:
+def open_arrow(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """Opens an Arrow stream, as `datasets` writes it, or an Arrow file (Feather).
 
     The record batches are the row groups.
@@ -153,18 +137,17 @@ def open_arrow(at: Opened, columns: Columns) -> Shard:
         size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         file.seek(0)
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as found:
-            schema = found.schema
-            count = found.num_record_batches if is_file else 0
-            batches = [*map(found.get_batch, range(count))] if is_file else list(found)
-    images, path_column = columns_of_images(at.name, schema, columns)
-    table = pa.Table.from_batches(batches, schema)
-    table = table.select([columns.image, *columns.labels]).flatten()
+            table = found.read_all()
+    schema = table.schema
+    images, path_column = columns_of_images(at.name, schema, config, binary)
+    batches = [len(batch) for batch in table.column(config.image_column).chunks]
+    table = table.select([config.image_column, *label_columns(config)]).flatten()
     groups, digest, start = [], sha256(schema.to_string().encode()), 0
-    for rows in map(len, batches):
+    for rows in batches:
         part = table.slice(start, rows)
         bytes_of = sum(part[image].nbytes for image in images)
         groups.append(RowGroup(rows, part.nbytes, bytes_of, images))
-        digest.update(f"{rows} {part.nbytes} {rows_in(part, columns.labels)}".encode())
+        digest.update(f"{rows} {part.nbytes} {rows_in(part, label_columns(config))}".encode())
         start += rows
     return shard_of(
         at,
@@ -174,34 +157,29 @@ def open_arrow(at: Opened, columns: Columns) -> Shard:
         digest=digest.hexdigest(),
         images=images,
         path_column=path_column,
-        class_names=hugging_face_names(schema, columns.labels, at.name),
+        class_names=hugging_face_names(schema, label_columns(config), at.name),
     )
 
 
 # ------------------------------------------------------------------ Parquet
 
 _TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
-_MAGIC = b"PAR1"
 _BUFFER_BYTES = 256 * 2**10
+_MAGIC = b"PAR1"
 _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
-def open_parquet(at: Opened, columns: Columns) -> Shard:
+def open_parquet(at: Opened, config: DataConfig, binary: bool) -> Shard:
     """Opens a Parquet file: reads and checks its footer, which is the digest."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)
     file = _parsed(footer)
-    images, path_column = columns_of_images(at.name, file.schema_arrow, columns)
+    images, path_column = columns_of_images(at.name, file.schema_arrow, config, binary)
     if images == (path_column,):
-        at = at.below(columns.root)
-    places: dict[str, int] = {}
-    for i in range(file.metadata.num_columns):
-        path = file.metadata.schema.column(i).path
-        places[path] = i
-        places.setdefault(path.partition(".")[0], i)  # of a column of lists
+        at = at.below(config.root)
     groups = [
-        _row_group(file.metadata.row_group(i), places, images, columns.labels)
+        _row_group(file.metadata.row_group(i), images, label_columns(config))
         for i in range(file.metadata.num_row_groups)
     ]
     is_local = isinstance(at.fs, pafs.LocalFileSystem)
@@ -233,19 +211,15 @@ def open_parquet(at: Opened, columns: Columns) -> Shard:
         path_column,
         load,
         lambda group, place: f"{at.name}, row group {group}, row {place}",
-        hugging_face_names(file.schema_arrow, columns.labels, at.name),
+        hugging_face_names(file.schema_arrow, label_columns(config), at.name),
     )
 
 
 def _read_footer(source: Any, size: int) -> bytes:
     """The end of a file, from which it can be opened: metadata, their length, magic bytes."""
     tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
-    if len(tail) < 3 * len(_MAGIC) or tail[-4:] != _MAGIC:
-        raise ValueError(f"its {size} bytes do not end with Parquet's magic bytes: truncated?")
     length = int.from_bytes(tail[-8:-4], "little") + 8
-    if length > size:
-        raise ValueError("its footer is damaged")
-    if length > len(tail):
+    if len(tail) < length <= size and tail.endswith(_MAGIC):  # else, pyarrow says what is wrong
         tail = source.read_at(length, size - length)
     return bytes(tail[-length:])
 
@@ -256,10 +230,75 @@ def _parsed(footer: bytes) -> Any:
     return pq.ParquetFile(pa.BufferReader(footer))
 
 
-def _row_group(
-    group: Any, places: dict[str, int], images: tuple[str, ...], labels: tuple[str, ...]
-) -> RowGroup:
-    first = group.column(places[images[0]])
+def _row_group(group: Any, images: tuple[str, ...], labels: tuple[str, ...]) -> RowGroup:
+    columns = {each.path_in_schema: each for each in map(group.column, range(group.num_columns))}
+    first = columns[images[0]]
     used = images[:1] if first.statistics and first.statistics.null_count == 0 else images
-    size = sum(group.column(places[column]).total_uncompressed_size for column in (*used, *labels))
-    return RowGroup(group.num_rows, size, first.total_compressed_size, used)
+    read = tuple(f"{name}." for name in (*used, *labels))  # a list's path has more parts
+    sizes = (c.total_uncompressed_size for n, c in columns.items() if f"{n}.".startswith(read))
+    return RowGroup(group.num_rows, sum(sizes), first.total_compressed_size, used)
+
+
+# ------------------------------------------------------------------ any of them
+
+_OPENERS = 16
+_ERRORS_SHOWN = 20
+
+
+class Format(NamedTuple):
+    """A format of files: the ends of their names, in lower case, and how to open one.
+
+    `open` reads and checks the description of a file's rows. It raises DataError if the file cannot
+    be used, or another error if it is missing or damaged.
+    """
+
+    title: str
+    ends: tuple[str, ...]
+    open: Callable[[Opened, DataConfig, bool], Shard]
+
+
+_PACKED = ("", ".gz")
+_LISTS = tuple(end + more for end in (".csv", ".tsv", ".jsonl", ".ndjson") for more in _PACKED)
+_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+FORMATS = (
+    Format("Parquet", (".parquet",), open_parquet),
+    Format("Arrow", (".arrow",), open_arrow),
+    Format("tar", _TARS, open_tar),
+    Format("CSV, TSV or JSON lines", _LISTS, open_list),
+)
+
+
+def format_of(name: str) -> Format | None:
+    """The format of a file of this name."""
+    return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
+
+
+def open_shard(uri: str, config: DataConfig, binary: bool) -> Shard:
+    """Reads and checks the description of the rows of a file at a URI or path.
+
+    Raises:
+        DataError: it is missing or damaged, or a column is missing or of the wrong type.
+    """
+    name = without_secrets(uri)
+    form = format_of(name) or FORMATS[0]
+    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
+        raise DataError(f"{name}: {NO_FILE}: remove it.")
+    is_local = "://" not in uri
+    outcome = with_retries(lambda: form.open(Opened.at(uri, name), config, binary), is_local)
+    return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
+
+
+def open_shards(paths: Sequence[str], config: DataConfig, binary: bool) -> list[Shard]:
+    """Opens all files, or raises one error that lists each unusable file."""
+    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
+        asked = [pool.submit(open_shard, path, config, binary) for path in paths]
+    opened = [attempt(each.result) for each in asked]
+    errors = [result for result in opened if isinstance(result, Exception)]
+    for error in errors:
+        if len(errors) == 1 or not isinstance(error, DataError):
+            raise error
+    if errors:
+        texts = [str(error).rstrip(".") for error in errors]
+        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
+    return [result for result in opened if isinstance(result, Shard)]
