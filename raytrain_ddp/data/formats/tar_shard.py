@@ -192,11 +192,13 @@ def _made(at: Opened, columns: Columns) -> Any:
     left_out: list[str] = []
     with open(at.path, "rb") as file:
         for key, members in _samples(at.name, file, left_out):
-            image = members.get(_image_suffix(f"{at.name}, {key}", members, columns))
+            where = f"{at.name}, {key}"
+            suffix = _image_suffix(where, members, columns)
+            image = members.get(suffix)
             name = key if image is None else image.name
             span = (None, None) if image is None else (image.offset_data, image.size)
             rows.append((name.encode("utf-8", "replace").decode(), *span))
-            labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
+            labels.append(_label(where, members, suffix, columns, file.fileno()))
     column = column_of(columns.label, labels, at.name)
     if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
         labels = [*map(int, labels)]  # in the digest only, as in earlier versions
@@ -259,15 +261,16 @@ def _image_suffix(where: str, members: Members, columns: Columns) -> str:
     return found[0] if found else ""
 
 
-def _label(where: str, members: Members, columns: Columns, descriptor: int) -> Any:
+def _label(where: str, members: Members, image: str, columns: Columns, descriptor: int) -> Any:
     if not columns.label:
         return 0
     suffix = "cls" if columns.label == DataConfig.label_column else columns.label.lower()
     found = suffix if suffix in members else "json"
     if found not in members:
+        others = [each for each in members if each != image]
         raise DataError(
             f"{where}: no label in a member {suffix} or json, only {', '.join(members)}. Set "
-            "--data.label-column."
+            f"--data.label-column{f' {others[0]}' if len(others) == 1 else ''}."
         )
     content = os.pread(descriptor, members[found].size, members[found].offset_data)
     try:
