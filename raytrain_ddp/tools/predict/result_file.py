@@ -1,8 +1,10 @@
-"""Outputs as tables, with a row for each row of the input: the file of predictions, and its parts,
-which are kept in a hidden folder until the file is complete.
+"""Outputs as tables, with a row for each row of the input: how the parts are made, in this process
+or by workers of a cluster, and the file, of which parts are kept in a hidden folder until it is
+complete.
 
 .NAME.predicting/            see `Staging`
-  part-00000000.parquet      the rows of a few chunks"""
+  part-00000000.parquet      the rows of a few chunks
+"""
 
 from __future__ import annotations
 
