@@ -128,6 +128,8 @@ def read(source: str) -> bytes:
     paths = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if path.is_file()]
     if not paths and Path(source).is_file():  # its name has wildcard characters
         paths = [Path(source)]
+    if not paths:
+        raise DataError(f"data.source = {source}: no such file, folder of .txt files, or match.")
     try:
         return b"".join(path.read_bytes() for path in paths).replace(b"\r\n", b"\n")
     except OSError as error:

@@ -3,7 +3,7 @@
     python -m raytrain_ddp.fit examples/tabular.toml --data.source table.csv --data.label-column y
 
 The table is a CSV, TSV or Parquet file. It is evaluated on `--data.holdout` of its rows, or on
-those of `--data.eval-source`. Columns that only number the rows are left out, with a note.
+those of `--data.eval-source`. Remove columns that only number the rows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,10 @@ from raytrain_ddp.data.splits import held_out
 from raytrain_ddp.errors import ConfigError, DataError
 
 NUMBER = re.compile(r"[+-]?\d*\.?\d+(?:e[+-]?\d+)?", re.ASCII)
-UNNAMED = re.compile(r"|Unnamed: .*|__index_level_\d+__")  # an index that pandas has stored
-OF_ROWS = re.compile(r"index|level_\d+|row|(?:.*[_ ])?id", re.IGNORECASE)
 
 
 class Standardized(nn.Module):
-    """Standardizes columns to mean 0 and variance 1 over the training rows.
-
-    The shape stays (n, columns). As it is part of the model, the weights suffice to use it.
-    """
+    """Columns, (n, columns), with mean 0 and variance 1 over the rows of the training."""
 
     def __init__(self, rows: np.ndarray) -> None:
         super().__init__()
@@ -66,7 +61,9 @@ class Tabular(Task):
             raise ConfigError(f"task_options.hidden = {hidden!r}: {rule}.")
         data, self.notes = config.data, list[str]()
         table = read(data.source, data.label_column)
-        names = self._features(table, data.source, data.label_column)
+        names = [name for name in table.column_names if name != data.label_column]
+        if not names:
+            raise DataError(f"{data.source}: there is no column to learn from.")
         x, labels = columns(table, data.source, names, data.label_column)
         are_numbers = all(map(NUMBER.fullmatch, labels))
         self.class_names = sorted({*labels}, key=lambda n: (float(n) if are_numbers else 0, n))
@@ -99,22 +96,6 @@ class Tabular(Task):
         if same := list(compress(names, self._scale.is_constant)):
             shown = ", ".join(map(repr, same))
             self.notes.append(f"{data.source}: {shown} is the same in all training rows.")
-
-    def _features(self, table: pa.Table, source: str, label: str) -> list[str]:
-        """The columns to learn from: not the label, nor those that number the rows."""
-        left_out = [
-            name
-            for name, column in zip(table.column_names, table.columns, strict=True)
-            if name != label
-            and (UNNAMED.fullmatch(name) or numbers(column, bool(OF_ROWS.fullmatch(name))))
-        ]
-        if left_out:
-            shown = ", ".join(map(repr, left_out))
-            self.notes.append(f"{source}: left out {shown}, which only number the rows.")
-        names = [name for name in table.column_names if name not in (label, *left_out)]
-        if not names:
-            raise DataError(f"{source}: there is no column to learn from besides {label!r}.")
-        return names
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = [self._scale]
@@ -161,16 +142,6 @@ def read(source: str, label: str) -> pa.Table:
     except (OSError, pa.ArrowInvalid) as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"{source}: cannot be read as a table: {why}") from None
-
-
-def numbers(column: pa.ChunkedArray, is_of_rows: bool) -> bool:
-    """Whether the values are whole numbers, one for each row: consecutive in any order, at equal
-    steps in this order, or, if the name `is_of_rows`, just different ones."""
-    if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
-        return False
-    steps, sorted_steps = (np.diff(each) for each in (column.to_numpy(), np.sort(column)))
-    are_equal = steps[0] != 0 and (steps == steps[0]).all()
-    return bool((sorted_steps == 1).all() or are_equal or (is_of_rows and sorted_steps.all()))
 
 
 def columns(

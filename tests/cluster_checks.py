@@ -14,7 +14,7 @@ import pytest
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.fit import parse_fit
-from raytrain_ddp.tools.spot import __main__ as spot
+from raytrain_ddp.tools import spot
 
 jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml")
 

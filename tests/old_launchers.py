@@ -89,7 +89,8 @@ def by_srun(script: str, size: int) -> None:
 
 @dataclass(frozen=True)
 class LaunchMethod:
-    """How a script is started by its own launcher, and by `run` with {size} processes."""
+    """How a script is started by its own launcher, and by `run` with {size} processes. An entry of
+    `MANNERS` is named by its script, with ":" and more where a script has several."""
 
     own: Callable[[str, int], None]
     flags: str = "--num-workers {size}"
@@ -99,7 +100,7 @@ class LaunchMethod:
 
 MANNERS = {
     "torchrun_env.py": LaunchMethod(by_torchrun),
-    "launch_local_rank.py": LaunchMethod(by_launch, "--num-workers {size} --legacy-local-rank"),
+    "torchrun_env.py:launch": LaunchMethod(by_launch, "--num-workers {size} --legacy-local-rank"),
     "spawn.py": LaunchMethod(
         by_itself,
         "--num-workers 1 --per node",
@@ -120,15 +121,14 @@ def in_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = MANNERS[name].out
+    manner, script = MANNERS[name], EXAMPLES / name.partition(":")[0]
     in_folder(monkeypatch, tmp_path / "own")
-    MANNERS[name].own(str(EXAMPLES / name), size)
-    own: dict[str, Any] = json.loads(Path(out).read_text())
+    manner.own(str(script), size)
+    own: dict[str, Any] = json.loads(Path(manner.out).read_text())
     in_folder(monkeypatch, tmp_path / "ray")
-    manner = MANNERS[name]
-    words = f"{manner.flags} {EXAMPLES / name} {manner.args}".replace("{size}", str(size))
+    words = f"{manner.flags} {script} {manner.args}".replace("{size}", str(size))
     assert run_script(parse(words.split())) == 0
-    assert json.loads(Path(out).read_text()) == own
+    assert json.loads(Path(manner.out).read_text()) == own
     assert own["accuracy"] > 0.7
     if "lines" in own:  # each of 401 once, except those that would give one rank an extra sample
         assert own["lines"] == 401 - 401 % size

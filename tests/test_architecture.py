@@ -39,7 +39,7 @@ RANKS = [
         "user_code",
     },
     {"formatting"},
-    {"warm", "spot", "bottleneck"},
+    {"warm", "bottleneck"},
     {"config"},
     {"data", "checkpoint", "membership"},
     {"tasks"},
@@ -70,7 +70,7 @@ CEILINGS = {
 }
 # Rooms that are still above their ceilings. Names are only ever removed.
 STILL_ABOVE = {"the package's top level", "config", "data", "tasks", "training", "checkpoint"}
-STILL_ABOVE |= {"ray_backend", "driver", "examples, clusters"}
+STILL_ABOVE |= {"ray_backend", "driver"}
 
 
 def name_of(path: Path) -> str:
@@ -199,10 +199,10 @@ def test_commands_load_neither_torch_nor_ray_before_they_need_them():
 
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
     packages = ("predict", "export", "convert", "doctor", "report", "chaos", "sweep")
-    light = ("fit", "evaluate", "run", *(f"tools.{name}.__main__" for name in (*packages, "spot")))
-    light += ("driver.fit_driver", "driver.preflight", "ray_backend.worker")
+    light = ("fit", "evaluate", "run", *(f"tools.{name}.__main__" for name in packages))
+    light += ("tools.spot", "driver.fit_driver", "driver.preflight", "ray_backend.worker")
     light += ("data.order.epoch_order",)
-    parts = ("doctor.examine", "report.write", "sweep.run_sweep")
+    parts = ("doctor.examine", "report.write", "sweep.trials")
     light += tuple(f"tools.{name}" for name in parts)
     modules = ", ".join(f"raytrain_ddp.{name}" for name in light)
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}

@@ -18,9 +18,9 @@ from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.run import parse as parse_run
+from raytrain_ddp.tools import spot
 from raytrain_ddp.tools.chaos.__main__ import parse as parse_chaos
 from raytrain_ddp.tools.doctor.__main__ import parse as parse_doctor
-from raytrain_ddp.tools.spot import __main__ as spot
 from raytrain_ddp.tools.sweep.__main__ import parse as parse_sweep
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -50,11 +50,11 @@ def squares(folder: Path, count: int, seed: int) -> None:
 
 def customers(path: Path, rows: int, seed: int) -> None:
     random = np.random.Generator(np.random.Philox(seed))
-    age, plan = random.normal(40, 10, rows), random.choice(["free", "paid"], rows)
-    score = (age - 40) / 5 + 2 * (plan == "paid")
+    age, paid = random.normal(40, 10, rows), random.choice([0, 1], rows)
+    score = (age - 40) / 5 + 2 * paid
     left = random.random(rows) < 1 / (1 + np.exp(-score))
-    lines = [f"{a},{p},{int(n)}" for a, p, n in zip(age, plan, left, strict=True)]
-    path.write_text("\n".join(["age,plan,churned", *lines]))
+    lines = [f"{a},{p},{int(n)}" for a, p, n in zip(age, paid, left, strict=True)]
+    path.write_text("\n".join(["age,paid,churned", *lines]))
 
 
 def test_the_examples_learn_what_can_be_learned(tmp_path: Path) -> None:
@@ -88,6 +88,8 @@ def test_the_examples_learn_what_can_be_learned(tmp_path: Path) -> None:
     customers(tmp_path / "train.csv", 2000, seed=1)
     customers(tmp_path / "val.csv", 500, seed=2)
     flags = of("--batch-size", "256", "--micro-batch", "256", "--epochs", "5", "--optim.lr", "0.05")
-    flags += of("--task-options", "train", str(tmp_path / "train.csv"), "target", "churned")
-    found = trained(tmp_path / "4", "churn.py:Churn", *flags, "eval", str(tmp_path / "val.csv"))
+    flags += of("--data.source", str(tmp_path / "train.csv"), "--data.label-column", "churned")
+    flags += of("--data.eval-source", str(tmp_path / "val.csv"), "--data.holdout", "0")
+    recipe = str(EXAMPLES / "tabular.toml")
+    found = trained(tmp_path / "4", "tabular.py:Tabular", *flags, recipe=recipe)
     assert 0.85 < found[-1]["auroc"] < 1

@@ -1,6 +1,8 @@
-"""Made for torchrun: the ranks come from the environment.
+"""Made for torchrun, whose ranks come from the environment, or torch.distributed.launch, which adds
+--local-rank=N to the arguments.
 
 torchrun --nproc-per-node 2 torchrun_env.py
+python -m torch.distributed.launch --nproc-per-node 2 torchrun_env.py
 """
 
 import argparse
@@ -39,12 +41,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.02)
+    local_rank = os.environ.get("LOCAL_RANK")  # the older launcher sets it only with --use-env
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=local_rank)
     parser.add_argument("--checkpoint", default="checkpoint.pt")
     parser.add_argument("--out", default="result.json")
     args = parser.parse_args()
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+    rank, local_rank = dist.get_rank(), int(args.local_rank)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
@@ -67,7 +71,7 @@ def main():
 
     train, test = points(2000, seed=1), points(600, seed=2)
     sampler = DistributedSampler(train)
-    loader = DataLoader(train, batch_size=32, sampler=sampler)
+    loader = DataLoader(train, batch_size=32, sampler=sampler, num_workers=1)
     test_loader = DataLoader(test, batch_size=100, sampler=DistributedSampler(test, shuffle=False))
 
     for epoch in range(first_epoch, args.epochs):

@@ -203,7 +203,7 @@ def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path
 
 def test_fault_20_61_an_enormous_image_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch):
     from raytrain_ddp.data.pixels.decoding import open_encoded_image
-    from raytrain_ddp.tools.convert.pixels import shrink_image
+    from raytrain_ddp.tools.convert.shard_writer import shrink_image
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
     for use in (open_encoded_image, lambda content: shrink_image(content, 8, 90)):

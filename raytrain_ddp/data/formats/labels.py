@@ -192,8 +192,12 @@ class Labels:
 
 
 def how_mapped(names: Sequence[str]) -> str:
-    """Describes the mapping of numeric labels that differ from their class numbers; else ""."""
-    if not all(map(_WHOLE.fullmatch, names)) or is_range(names):
+    """Describes numeric labels that differ from their class numbers, such as 0.5; else ""."""
+    if not all(map(_WHOLE.fullmatch, names)):
+        are_numbers = bool(names) and all(map(_NUMBER.fullmatch, names))
+        hint = "numbers, each of them a class: to predict numbers, set data.target_columns"
+        return hint * are_numbers
+    if is_range(names):
         return ""
     first, last = in_one_line(names[0]), in_one_line(names[-1])
     return f"{first} to {last}, mapped to classes 0 to {len(names) - 1}"

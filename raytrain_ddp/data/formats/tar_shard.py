@@ -167,11 +167,13 @@ def _made(at: Opened, config: DataConfig) -> Any:
     left_out: list[str] = []
     with open(at.path, "rb") as file:
         for key, members in _samples(at.name, file, left_out):
-            image = members.get(_image_suffix(f"{at.name}, {key}", members, config))
+            where = f"{at.name}, {key}"
+            suffix = _image_suffix(where, members, config)
+            image = members.get(suffix)
             name = key if image is None else image.name
             span = (None, None) if image is None else (image.offset_data, image.size)
             rows.append((name.encode("utf-8", "replace").decode(), *span))
-            labels.append(_label(f"{at.name}, {key}", members, config, file.fileno()))
+            labels.append(_label(where, members, suffix, config, file.fileno()))
     column = column_of(config.label_column, labels, at.name)
     if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
         labels = [*map(int, labels)]  # in the digest only, as in earlier versions
@@ -234,16 +236,17 @@ def _image_suffix(where: str, members: Members, config: DataConfig) -> str:
     return found[0] if found else ""
 
 
-def _label(where: str, members: Members, config: DataConfig, descriptor: int) -> Any:
+def _label(where: str, members: Members, image: str, config: DataConfig, descriptor: int) -> Any:
     if not config.label_column:
         return 0
     is_default = config.label_column == DataConfig.label_column
     suffix = "cls" if is_default else config.label_column.lower()
     found = suffix if suffix in members else "json"
     if found not in members:
+        others = [each for each in members if each != image]
         raise DataError(
             f"{where}: no label in a member {suffix} or json, only {', '.join(members)}. Set "
-            "--data.label-column."
+            f"--data.label-column{f' {others[0]}' if len(others) == 1 else ''}."
         )
     content = os.pread(descriptor, members[found].size, members[found].offset_data)
     try:

@@ -22,8 +22,7 @@ from raytrain_ddp.files import absolute
 from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.tools.chaos.comparison import Row, compare
 from raytrain_ddp.tools.chaos.fault_plan import draw_faults
-from raytrain_ddp.tools.chaos.killed_run import KilledRun
-from raytrain_ddp.tools.chaos.launchers import on_ray, without_ray
+from raytrain_ddp.tools.chaos.killed_run import KilledRun, on_ray, without_ray
 from raytrain_ddp.uri import without_secrets
 
 if TYPE_CHECKING:

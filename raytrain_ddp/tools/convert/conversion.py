@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL
@@ -24,7 +24,6 @@ from raytrain_ddp.data.order.epoch_order import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
 from raytrain_ddp.files import different, expanded, read_json, require_utf8, write_json
-from raytrain_ddp.tools.convert.options import ConvertArgs
 from raytrain_ddp.tools.convert.shard_writer import MIB, Record, ShardTask
 from raytrain_ddp.tools.convert.source_rows import (
     Phase,
@@ -34,6 +33,9 @@ from raytrain_ddp.tools.convert.source_rows import (
 )
 from raytrain_ddp.tools.staging import Staging
 from raytrain_ddp.uri import without_secrets
+
+if TYPE_CHECKING:
+    from raytrain_ddp.tools.convert.__main__ import ConvertArgs
 
 _FORMAT = {"format": "raytrain_ddp", "version": 1}
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from raytrain_ddp.data.formats.shard import content_of
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.pixels.decoding import open_encoded_image, reason_for
+from raytrain_ddp.data.pixels.decoding import (
+    ORIENTATION,
+    open_encoded_image,
+    orientation_of,
+    reason_for,
+    shrink_for,
+)
 from raytrain_ddp.errors import RaytrainError, first_line
 from raytrain_ddp.files import fsync, replace_with, sha256_of, write_json
-from raytrain_ddp.tools.convert.options import ConvertArgs
-from raytrain_ddp.tools.convert.pixels import shrink_image
 from raytrain_ddp.tools.convert.source_rows import Row, open_copy
+
+if TYPE_CHECKING:
+    from raytrain_ddp.tools.convert.__main__ import ConvertArgs
+
+_MAX_JPEG_SIDE = 65_500
+
+
+def shrink_image(content: bytes, short: int, quality: int) -> bytes:
+    """An image as RGB JPEG, with its shorter side reduced to `short` pixels.
+
+    An RGB JPEG that is not too large stays unchanged: encoding it again would lose quality. Of the
+    EXIF data, the orientation is kept. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is
+    at least twice the new size.
+
+    Raises:
+        Exception: it cannot be decoded; decoders raise any type.
+    """
+    picture = open_encoded_image(content)
+    image = Image.open(io.BytesIO(content))
+    height, width = old = (picture.height, picture.width)
+    if (least := min(old)) > short:
+        height, width = (max(1, round(side * short / least)) for side in old)
+    elif image.format == "JPEG" and image.mode == "RGB":
+        return content
+    if max(height, width) > _MAX_JPEG_SIDE:
+        raise ValueError(f"{width} x {height} pixels: a JPEG has at most {_MAX_JPEG_SIDE} per side")
+    pixels = picture.pixels(shrink_for(old, (height, width)))
+    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    if (orientation := orientation_of(image)) != 1:
+        exif[ORIENTATION] = orientation
+    encoded = io.BytesIO()
+    resized.save(encoded, "JPEG", quality=quality, exif=exif)
+    return encoded.getvalue()
+
 
 MIB = 2**20
 # A loader keeps 64 MiB of row groups for each lane of a block shuffle, so 8 of these. And 8 MiB are

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,9 @@ from raytrain_ddp.data.pixels.decoding import reason_for
 from raytrain_ddp.data.splits import Splits, notes_of, open_images, unused_fields
 from raytrain_ddp.errors import DataError, RaytrainError
 from raytrain_ddp.files import replace_with
-from raytrain_ddp.tools.convert.options import ConvertArgs
+
+if TYPE_CHECKING:
+    from raytrain_ddp.tools.convert.__main__ import ConvertArgs
 
 _READ = (
     *("source", "eval_source", "train_split", "eval_split", "config", "root"),

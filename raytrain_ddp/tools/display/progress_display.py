@@ -149,8 +149,7 @@ class Display(Listener):
     def draw(self, run: Storage, name: str) -> None:
         """Draws the run's curves.png. Raises OSError."""
         from raytrain_ddp.checkpoint.run_folder import CURVES_FILE
-        from raytrain_ddp.tools.report.charts import figure_of
-        from raytrain_ddp.tools.report.curves import curves
+        from raytrain_ddp.tools.report.charts import curves, figure_of
         from raytrain_ddp.tools.report.run_files import read_run
 
         image = io.BytesIO()

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse(argv)
     from raytrain_ddp.tools.display.terminal import terminal
-    from raytrain_ddp.tools.doctor.rows import show
+    from raytrain_ddp.tools.doctor.assessment import show
 
     if args.run is not None:
         from raytrain_ddp.checkpoint.run_folder import open_run

@@ -19,9 +19,9 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.tools.doctor.rows import DRIVER
 from raytrain_ddp.uri import attempt, reason_of
 
+DRIVER = "driver"  # the place of this process, which is on the first node
 PAYLOAD_MIB = 4  # of each checkpoint
 _NEWEST = CheckpointName(3, 1)  # two are kept, one is pruned
 SEEN_S = 10.0  # until a file of one node appears on another; NFS caches listings for seconds

@@ -19,8 +19,7 @@ from raytrain_ddp.formatting import plural
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.tools.predict.part_makers import PartMaker, Places
-    from raytrain_ddp.tools.predict.result_file import ResultFile
+    from raytrain_ddp.tools.predict.result_file import PartMaker, Places, ResultFile
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ def _predict(job: PredictArgs, file: ResultFile) -> tuple[PartMaker, int]:
     """
     import torch
 
-    from raytrain_ddp.tools.display.work_meter import shown
-    from raytrain_ddp.tools.predict.part_makers import PartMaker, made_on_cluster
+    from raytrain_ddp.tools.display.terminal import shown
+    from raytrain_ddp.tools.predict.result_file import PartMaker, made_on_cluster
     from raytrain_ddp.training.runtime.world import choose_device
 
     device = choose_device("cpu" if job.address else job.device)
@@ -139,7 +138,7 @@ def _connected(address: str, job: PredictArgs, config: TrainConfig) -> Iterator[
     """Connects to the cluster; yields where its workers run."""
     from raytrain_ddp.ray_backend import cluster
     from raytrain_ddp.ray_backend.task_transfer import shipped_code
-    from raytrain_ddp.tools.predict.part_makers import places_for
+    from raytrain_ddp.tools.predict.result_file import places_for
 
     options = {"runtime_env": shipped_code(config)}
     with cluster.ray_connection(address, {}, options, tell=lambda _: None):

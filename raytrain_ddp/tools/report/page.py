@@ -23,10 +23,17 @@ from raytrain_ddp.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.tools.report.charts import COLORS, Chart, Drawn, Line, drawn, scale_of
-from raytrain_ddp.tools.report.curves import curves, speed_charts
-from raytrain_ddp.tools.report.history import happenings, state_of
-from raytrain_ddp.tools.report.run_files import Run
+from raytrain_ddp.tools.report.charts import (
+    COLORS,
+    Chart,
+    Drawn,
+    Line,
+    curves,
+    drawn,
+    scale_of,
+    speed_charts,
+)
+from raytrain_ddp.tools.report.run_files import Run, happenings, state_of
 
 _FREE = ("name", "storage")  # they identify the run, not how it is trained
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
 from raytrain_ddp.errors import ConfigError, DataError, RaytrainError
-from raytrain_ddp.tools.report.history import state_of
 from raytrain_ddp.tools.report.page import Cell, Part, Table
-from raytrain_ddp.tools.report.run_files import Run
+from raytrain_ddp.tools.report.run_files import Run, state_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

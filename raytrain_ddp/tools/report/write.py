@@ -16,9 +16,8 @@ from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, RaytrainError, first_line
 from raytrain_ddp.files import expanded, replace_with
 from raytrain_ddp.formatting import plural
-from raytrain_ddp.tools.report.history import state_of
 from raytrain_ddp.tools.report.page import html_of, sections_of_run, sections_of_runs
-from raytrain_ddp.tools.report.run_files import read_run
+from raytrain_ddp.tools.report.run_files import read_run, state_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,8 +47,7 @@ def plot(run: str | os.PathLike[str]) -> Figure:
     Returns:
         matplotlib's figure, which notebooks display; `savefig` writes it.
     """
-    from raytrain_ddp.tools.report.charts import figure_of
-    from raytrain_ddp.tools.report.curves import curves
+    from raytrain_ddp.tools.report.charts import curves, figure_of
 
     found = read_run(os.fspath(run))
     return figure_of(curves([found]), found.name)

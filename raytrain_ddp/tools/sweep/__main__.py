@@ -64,7 +64,7 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, or 128 + the signal that stopped the sweep."""
     args = parse(argv)
-    from raytrain_ddp.tools.sweep.run_sweep import prepared, run_sweep
+    from raytrain_ddp.tools.sweep.trials import prepared, run_sweep
 
     sweep = prepared(args, argv)
     if not args.dry_run:

@@ -75,6 +75,14 @@ def test_a_list_has_the_rows_that_pandas_reads(form: str, tmp_path: Path):
         assert "row 5" in opened.train.where(5)
 
 
+def test_numbers_with_fractions_are_classes_with_a_note(tmp_path: Path):
+    images = pictures(tmp_path)
+    for labels, is_noted in (([0.5, 1.0, 2.25] * 3, True), (["0.5", "b", "1"] * 3, False)):
+        opened = splits_of(listed(tmp_path / "list.csv", images, labels[:ROWS]))
+        assert len(opened.class_names) == 3
+        assert any("target_columns" in note for note in opened.notes) == is_noted
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_columns_and_the_folder_of_the_images_are_named_by_flags(form: str, tmp_path: Path):
     images = pictures(tmp_path / "elsewhere")

@@ -216,6 +216,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], object], str]] = {  # what is named 
     "no members": (lambda path: tar(path, []), "0 rows"),
     "a member twice": (lambda path: tar(path, [*samples([1]), *samples([1])]), "00001.cls"),
     "no label": (lambda path: tar(path, [*samples([1]), ("2.jpg", b"x")]), "2: no label"),
+    "another member": (lambda path: tar(path, [("2.jpg", b"x"), ("2.txt", b"1")]), "-column txt"),
     "an empty label": (replaced("00002.cls", b" "), "00002.jpg: label"),
     "a negative label": (replaced("00002.cls", b"-1"), "00002.jpg: label '-1'"),
     "a label that is not text": (replaced("00002.cls", b"\xff\xfe"), "00002.cls"),

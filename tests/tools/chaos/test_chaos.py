@@ -34,8 +34,7 @@ from raytrain_ddp.tools.chaos.__main__ import ChaosArgs, parse
 from raytrain_ddp.tools.chaos.comparison import compare, results_of
 from raytrain_ddp.tools.chaos.experiment import TAG, ChaosOutcome, chaos, end_tagged
 from raytrain_ddp.tools.chaos.fault_plan import DRIVER, Fault, draw_faults
-from raytrain_ddp.tools.chaos.killed_run import KilledRun
-from raytrain_ddp.tools.chaos.launchers import Process, without_ray
+from raytrain_ddp.tools.chaos.killed_run import KilledRun, Process, without_ray
 
 HERE = Path(__file__).parents[2]
 SHAPE = (100, 3, 5)  # steps, workers, steps between checkpoints
@@ -335,14 +334,3 @@ def require_equal(outcome: ChaosOutcome, share: float) -> None:
     """Nearly all faults of the plan have fired; some may have no occasion."""
     assert outcome.equal, outcome.rows
     assert len(outcome.disturbed.fired) >= share * len(outcome.disturbed.plan)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_fault_01_05_killed_workers_and_a_killed_driver_on_ray_leave_no_processes(tmp_path: Path):
-    words = ("--epochs", "4", "--kills", "3", "--drivers", "2", "--storage", str(tmp_path))
-    outcome = chaos(parse(words))
-    require_equal(outcome, 0.99)
-    assert [fault.site for fault in outcome.disturbed.fired].count(DRIVER) == 2
-    assert outcome.rows[-1].what == "processes left behind"

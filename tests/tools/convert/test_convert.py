@@ -29,7 +29,7 @@ from processes import run_cli
 
 from raytrain_ddp.errors import RaytrainError, status_of
 from raytrain_ddp.tools.convert.__main__ import main
-from raytrain_ddp.tools.convert.pixels import shrink_image
+from raytrain_ddp.tools.convert.shard_writer import shrink_image
 
 CLASSES = ("ant", "bee", "cow")
 TRAIN, VAL = 60, 12

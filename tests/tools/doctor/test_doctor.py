@@ -14,8 +14,7 @@ from ray_cluster import two_nodes
 from rich.console import Console
 
 from raytrain_ddp.tools.doctor.__main__ import main
-from raytrain_ddp.tools.doctor.assessment import assess
-from raytrain_ddp.tools.doctor.rows import Report, Row, merged, show
+from raytrain_ddp.tools.doctor.assessment import Report, Row, assess, merged, show
 from raytrain_ddp.tools.doctor.storage_probe import commit_beside_driver, exercise_storage
 
 GIB = 2**30

@@ -19,7 +19,7 @@ from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, open_run
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.tools.doctor.rows import Report, Row
+from raytrain_ddp.tools.doctor.assessment import Report, Row
 from raytrain_ddp.tools.doctor.run_status import examine_run, how_to_stop
 
 TIME = {"time": "2026-11-20T18:05:31Z"}

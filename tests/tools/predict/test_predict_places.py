@@ -11,7 +11,7 @@ import pytest
 from raytrain_ddp.checkpoint.run_folder import find_checkpoint
 from raytrain_ddp.errors import DataError, PreflightError
 from raytrain_ddp.tools.predict.__main__ import PredictArgs
-from raytrain_ddp.tools.predict.part_makers import PartActor, PartMaker, Places, places_for
+from raytrain_ddp.tools.predict.result_file import PartActor, PartMaker, Places, places_for
 
 GPU_NODE, CPU_NODE, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 16.0}, {"memory": 1e9}
 

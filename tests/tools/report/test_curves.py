@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytrain_ddp.events import Eval, Train
-from raytrain_ddp.tools.report.charts import Chart, Line, drawn, figure_of, smoothed
-from raytrain_ddp.tools.report.curves import curves
+from raytrain_ddp.tools.report.charts import Chart, Line, curves, drawn, figure_of, smoothed
 from raytrain_ddp.tools.report.run_files import Run
 
 
@@ -142,7 +141,7 @@ def test_smoothing_reduces_noise_and_leaves_out_what_is_not_finite():
 
 def test_matplotlib_is_imported_lazily_and_pyplot_never():
     script = (
-        "import io, sys, raytrain_ddp.tools.report.curves, raytrain_ddp.tools.report.charts as it\n"
+        "import io, sys, raytrain_ddp.tools.report.charts, raytrain_ddp.tools.report.charts as it\n"
         "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
         "it.figure_of([], '').savefig(io.BytesIO(), format='png')\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"

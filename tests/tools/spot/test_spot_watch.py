@@ -15,8 +15,7 @@ import metadata_server as service
 import pytest
 from metadata_server import ACTION, EVENTS, MAINTENANCE, PREEMPTED, Server, aws_action, azure_events
 
-from raytrain_ddp.tools.spot.__main__ import drain, main
-from raytrain_ddp.tools.spot.cloud_notices import CLOUDS, Notice, asks
+from raytrain_ddp.tools.spot import CLOUDS, Notice, asks, drain, main
 
 
 @pytest.fixture
