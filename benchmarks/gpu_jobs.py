@@ -173,9 +173,8 @@ def weights(run: Path) -> str:
 
 def nccl(options: Options) -> None:
     """Aborts and re-creates groups of one rank, like a worker whose peer has died."""
-    from raytrain_ddp.membership.connections import Connections, let_go
+    from raytrain_ddp.membership.connections import Connections, end_group, let_go
     from raytrain_ddp.membership.process_group import set_for_replacing
-    from raytrain_ddp.torch_compat import end_group
 
     set_for_replacing(TrainConfig())
     device = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The exceptions of raytrain_ddp, and the exit status that each stands for.
+"""The exceptions of raytrain_ddp, the exit status that each stands for, and what is tried again.
 
     RaytrainError            1
     ├── TaskError            1   the user's code raised or returned an invalid value, or is invalid
@@ -20,9 +20,20 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
+import random
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
+
+T = TypeVar("T")
+Pause = Callable[[float, OSError], bool]
+
+TRIES = 5
+OUTAGE_S = 600.0
+"""How long training waits for a failed storage when it would otherwise lose steps."""
 
 _MAX_SHOWN = 240  # characters of a value or path
 _LAST_STATUS = 125  # shells reserve higher numbers
@@ -39,6 +50,8 @@ _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMI
 # Errors of other clients are recognized by their names, or by an HTTP status.
 _OF_CLIENTS = ("Connect", "Timeout", "Disconnected")
 _PASSING_STATUSES = {408, 425, 429, *range(500, 600)}
+_LATER_S = 15.0
+_LONGEST_S = 60.0  # for all attempts together, as far as we control it
 
 
 class RaytrainError(Exception):
@@ -117,6 +130,36 @@ def is_passing(error: BaseException, if_full: bool = True) -> bool:
     text = str(error)
     of_store = any(pattern in text for pattern in _OF_STORES)
     return of_store and not any(pattern in text for pattern in _LASTING_OF_STORES)
+
+
+def retry_pauses() -> Iterator[float]:
+    """Seconds to wait before each retry: doubled each time, with jitter to avoid synchronized
+    retries against an overloaded store."""
+    jitter = random.Random()  # the global one may have the same seed on all machines
+    for n in range(TRIES - 1):
+        yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in total
+
+
+def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -> T:
+    """Calls act(0), act(1), ... until one raises no transient OSError, at most `TRIES` times.
+
+    Args:
+        pause: waits the given seconds; returns whether to continue.
+        outage_s: keep trying for this long, regardless of the number of tries, even if a disk is
+            full.
+    """
+    failed: float | None = None  # time of the first failure
+    pauses, number = retry_pauses(), 0
+    while True:
+        try:
+            return act(number)
+        except OSError as error:
+            failed, number = failed or time.monotonic(), number + 1
+            wait_s = next(pauses, _LATER_S if outage_s else math.inf)
+            late = time.monotonic() - failed + wait_s > max(_LONGEST_S, outage_s)
+            passes = is_passing(error, if_full=outage_s > 0)
+            if not passes or late or not pause(wait_s, error):
+                raise
 
 
 def printable(text: str) -> str:

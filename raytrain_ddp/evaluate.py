@@ -141,8 +141,8 @@ def _follow(args: EvaluateArgs) -> int:
     from raytrain_ddp.checkpoint.lease import owner_of
     from raytrain_ddp.checkpoint.manifest import DamagedError
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.errors import with_backoff
     from raytrain_ddp.records import json_of, to_record
-    from raytrain_ddp.retries import with_backoff
     from raytrain_ddp.training.evaluation import evaluation_of
     from raytrain_ddp.training.state.shared_checkpoint import load_model
 

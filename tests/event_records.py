@@ -6,24 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from raytrain_ddp import events, messages
-from raytrain_ddp.messages import Event
+from raytrain_ddp import events
+from raytrain_ddp.events import Event
 from raytrain_ddp.records import to_record
 
 MESSAGES = {
-    "phase": messages.Phase,
-    "evaluating": messages.Evaluating,
-    "pause": messages.Pause,
-    "joined": messages.Joined,
-    "at": messages.InProgress,
-    "worker_failed": messages.WorkerFailed,
-    "died": messages.Died,
-    "controller": messages.ControllerStarted,
-    "outcome": messages.Outcome,
+    "phase": events.Phase,
+    "evaluating": events.Evaluating,
+    "pause": events.Pause,
+    "joined": events.Joined,
+    "at": events.InProgress,
+    "worker_failed": events.WorkerFailed,
+    "died": events.Died,
+    "controller": events.ControllerStarted,
+    "outcome": events.Outcome,
 }
 KINDS: dict[str, Any] = {each.kind: each for each in (*events.LOG_RECORDS, *events.STORED_EVENTS)}
 KINDS |= MESSAGES
-NAMES = {kind: name for name, kind in MESSAGES.items()} | {messages.WorkerFailed: "failed"}
+NAMES = {kind: name for name, kind in MESSAGES.items()} | {events.WorkerFailed: "failed"}
 
 
 def event(record: Mapping[str, Any]) -> Any:

@@ -51,8 +51,8 @@ def _work(
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
 
+    from raytrain_ddp.events import Outcome
     from raytrain_ddp.membership.generations import NewcomerWaits, Place
-    from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import made_ahead, take_part
@@ -147,7 +147,7 @@ def _make_storage_fail(folder: Path, times: int) -> None:
     nothing if one has fired already."""
     if not times or failpoints.fired(folder):
         return
-    from raytrain_ddp import retries
+    from raytrain_ddp import errors
     from raytrain_ddp.checkpoint import run_folder
     from raytrain_ddp.checkpoint.store import CheckpointStore
     from raytrain_ddp.errors import UnreachableError
@@ -168,7 +168,7 @@ def _make_storage_fail(folder: Path, times: int) -> None:
 
     CheckpointStore.names = failing_names  # type: ignore[method-assign]
     run_folder.open_storage = failing_open
-    retries.retry_pauses = lambda: iter([0.01] * 100)
+    errors.retry_pauses = lambda: iter([0.01] * 100)
 
 
 def forks() -> Any:

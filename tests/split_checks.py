@@ -17,7 +17,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, locate, open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.splits import Splits, open_splits
-from raytrain_ddp.formatting import format_data
+from raytrain_ddp.tools.formatting import format_data
 
 Parts = dict[str, set[str]]
 

@@ -13,8 +13,7 @@ import pytest
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats import shard
 from raytrain_ddp.driver import preflight
-from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.retries import with_backoff
+from raytrain_ddp.errors import RaytrainError, with_backoff
 
 
 def os_error(number: int) -> OSError:

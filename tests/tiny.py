@@ -27,9 +27,8 @@ from raytrain_ddp.data.loading.own_sources import ArraySource
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order import epoch_order
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.events import Plan
+from raytrain_ddp.events import Event, Outcome, Plan
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.loop import take_part

@@ -10,8 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from raytrain_ddp.checkpoint.trackers import Logger, Open
-from raytrain_ddp.events import LogRecord, Note
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Event, LogRecord, Note
 
 _LAST_S = 30.0  # how long the end of a run waits for a service
 _MOST = 200  # characters of an error message

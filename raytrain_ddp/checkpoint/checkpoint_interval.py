@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytrain_ddp.events import Interval
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Event, Interval
 
 SHORTEST_S, LONGEST_S = 5.0, 600.0
 _GUESSED_STALL_S = 0.1

@@ -18,8 +18,7 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lo
 from raytrain_ddp.checkpoint.snapshot import Snapshot, encode, loss_of
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.retries import with_backoff
+from raytrain_ddp.errors import CheckpointError, with_backoff
 
 _LIFE = "life.json"
 _LATELY_S = 60.0

@@ -17,8 +17,7 @@ from raytrain_ddp.checkpoint.background_writer import BackgroundWriter
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.trackers import Open
-from raytrain_ddp.events import LogRecord, Note
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Event, LogRecord, Note
 from raytrain_ddp.records import json_of, to_record
 
 

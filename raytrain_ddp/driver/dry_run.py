@@ -16,9 +16,7 @@ from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete
 from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
 from raytrain_ddp.driver.run_ownership import require_free
-from raytrain_ddp.events import Note
-from raytrain_ddp.formatting import format_data
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Event, Note
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
@@ -26,6 +24,7 @@ from raytrain_ddp.ray_backend.placement import (
     lack_of_room,
     local_resources,
 )
+from raytrain_ddp.tools.formatting import format_data
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.build import Build

@@ -20,8 +20,7 @@ from queue import SimpleQueue
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.events import STORED_EVENTS
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import STORED_EVENTS, Event
 from raytrain_ddp.records import event_line
 
 _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background

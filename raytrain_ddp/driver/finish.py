@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -31,6 +30,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records
+from raytrain_ddp.tools.report.bottleneck import split_of
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1

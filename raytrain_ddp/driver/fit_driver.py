@@ -32,8 +32,7 @@ from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
-from raytrain_ddp.events import End, Note, Plan
-from raytrain_ddp.messages import Event, Outcome, Phase
+from raytrain_ddp.events import End, Event, Note, Outcome, Phase, Plan
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 

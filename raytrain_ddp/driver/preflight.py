@@ -20,8 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.data.torchvision_datasets import torchvision_class
-from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
-from raytrain_ddp.retries import with_backoff
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, with_backoff
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Event
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.storage import Storage

@@ -16,8 +16,7 @@ from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.driver.run_naming import NamedRun, after_refusal, claimed, new_code_note
 from raytrain_ddp.errors import RaytrainError, RunLockedError, status_of
-from raytrain_ddp.events import End, Note
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import End, Event, Note
 from raytrain_ddp.ray_backend.failure_causes import failure_event, is_own_exit
 from raytrain_ddp.signals import handling
 

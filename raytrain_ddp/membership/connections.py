@@ -3,6 +3,9 @@
 gloo keeps them open as long as anything refers to the group, as a wrapped model does, and cannot
 abort a collective. A connection that is shut down fails all collectives on both sides at once.
 Collectives of NCCL notice neither that nor the death of a rank: they are aborted, see `cut`.
+
+The functions below are the same for all supported versions of torch. (torch is imported in
+functions, which saves seconds in processes without a group.)
 """
 
 from __future__ import annotations
@@ -14,8 +17,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEAVING_S = 0.3  # for gloo to see the ends of connections
 _EPOLL = "anon_inode:[eventpoll]"
@@ -174,3 +181,46 @@ def _watched_by(epoll: int) -> set[int]:
     except OSError:
         return set()
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
+    """Puts each rank's `own` into its row of `parts`; all ranks take part.
+
+    Both are passed on flat: gloo accepts no other shapes.
+
+    Args:
+        parts: contiguous, shape (ranks, ...) or flat, with as many elements.
+        own: contiguous, of any shape.
+
+    Returns:
+        A `dist.Work` if `async_op`, else None.
+    """
+    import torch.distributed as dist
+
+    # torch 2.14 renamed it; from then on the old name raises a FutureWarning.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(parts.view(-1), own.view(-1), async_op=async_op)
+
+
+def end_group(is_aborted: bool) -> None:
+    """Ends the default process group, also one whose start has failed: without a group, torch keeps
+    counting them, and ranks with other counts would never meet.
+
+    Args:
+        is_aborted: some of its collectives will never be done; do not wait for them.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and is_aborted:
+        dist.distributed_c10d._abort_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._world.group_count = 0
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Sets the time limit of the collectives to come in the default process group."""
+    from torch.distributed import distributed_c10d as group
+
+    (getattr(group, "set_timeout", None) or group._set_pg_timeout)(limit)

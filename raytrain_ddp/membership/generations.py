@@ -19,7 +19,13 @@ from typing import Any
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.membership.connections import Connections, let_go, write_to_all
+from raytrain_ddp.membership.connections import (
+    Connections,
+    end_group,
+    let_go,
+    set_timeout,
+    write_to_all,
+)
 from raytrain_ddp.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 from raytrain_ddp.uri import answer_within
 
@@ -109,8 +115,6 @@ class Place:
 
     def _connect(self, offered: Any) -> None:
         import torch.distributed as dist
-
-        from raytrain_ddp.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         member = replace(self._member, last=self.seat.number)
@@ -219,8 +223,6 @@ class Place:
     def leave(self) -> None:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         import torch.distributed as dist
-
-        from raytrain_ddp.torch_compat import end_group
 
         with self._leaving:
             seat, self._connected = self._connected, Seat(0)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
-from raytrain_ddp.events import Note, Plan
+from raytrain_ddp.events import Alive, Event, Joined, Note, Plan
 from raytrain_ddp.membership.roster import CallClock
-from raytrain_ddp.messages import Alive, Event, Joined
 from raytrain_ddp.ray_backend.cluster import live_node_resources
 from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import Layout, lack_of_room, workers_that_fit

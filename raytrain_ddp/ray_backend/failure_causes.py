@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import CheckpointError, RemoteTraceback, is_passing
-from raytrain_ddp.events import End
-from raytrain_ddp.messages import Cause
+from raytrain_ddp.events import Cause, End
 from raytrain_ddp.ray_backend.foreign_texts import (
     is_assertion_on_device,
     is_lack_of_host_memory,

@@ -21,8 +21,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from raytrain_ddp import errors
-from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
-from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
+from raytrain_ddp.events import (
+    Checkpoint,
+    Died,
+    Event,
+    Failed,
+    InProgress,
+    Joined,
+    Plan,
+    Preempted,
+    WorkerFailed,
+)
 from raytrain_ddp.ray_backend.foreign_texts import is_ended_for_memory
 
 KEPT = "Committed checkpoints are kept; run the same command again to resume."

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from raytrain_ddp.events import Alive, Died, Event, Joined
 from raytrain_ddp.membership.roster import OVER, CallClock, Member, Roster, Seat
-from raytrain_ddp.messages import Alive, Died, Event, Joined
 from raytrain_ddp.ray_backend.ray_private import draining_nodes
 
 

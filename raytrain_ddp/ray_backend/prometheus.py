@@ -19,13 +19,16 @@ from raytrain_ddp.events import (
     CheckpointFailed,
     End,
     Eval,
+    Evaluating,
+    Event,
     Failed,
+    InProgress,
+    Pause,
     Plan,
     Preempted,
     Timing,
     Train,
 )
-from raytrain_ddp.messages import Evaluating, Event, InProgress, Pause
 
 _EXPORT_EVERY_S = 5.0  # Ray exports values updated in the last 10 s
 

@@ -16,10 +16,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import RetriesExhausted
-from raytrain_ddp.events import Checkpoint, Note, Plan, Preempted
+from raytrain_ddp.events import (
+    Checkpoint,
+    Evaluating,
+    Event,
+    InProgress,
+    Note,
+    Outcome,
+    Phase,
+    Plan,
+    Preempted,
+    WorkerFailed,
+)
 from raytrain_ddp.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.membership.roster import Seat
-from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
 from raytrain_ddp.ray_backend.failure_causes import cause_of
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raytrain_ddp.errors import PreflightError, is_passing
+from raytrain_ddp.errors import PreflightError, is_passing, with_backoff
 from raytrain_ddp.ray_backend.foreign_texts import is_slow_start_of_ray
-from raytrain_ddp.retries import with_backoff
 from raytrain_ddp.signals import handling
 
 RAY_START_S = 300.0

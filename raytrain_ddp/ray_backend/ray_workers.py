@@ -28,8 +28,8 @@ from ray.util import remove_placement_group
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.paths import absolute_path
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.events import ControllerStarted, Died, Placed
 from raytrain_ddp.membership.process_group import collective_timeout, nccl_settings
-from raytrain_ddp.messages import ControllerStarted, Died, Placed
 from raytrain_ddp.ray_backend import ray_private
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.train_report import RunFiles, train_and_report

@@ -20,20 +20,22 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import first_line
-from raytrain_ddp.events import Note, Plan, Preempted
-from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, failpoint
-from raytrain_ddp.messages import (
+from raytrain_ddp.events import (
     Alive,
     ControllerStarted,
     Died,
     Event,
     InProgress,
     Joined,
+    Note,
     Outcome,
     Phase,
     Placed,
+    Plan,
+    Preempted,
     WorkerFailed,
 )
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, failpoint
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox

@@ -14,8 +14,8 @@ import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
+from raytrain_ddp.events import Placed, WorkerFailed
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.messages import Placed, WorkerFailed
 from raytrain_ddp.ray_backend.failure_causes import (
     cause_of,
     is_lack_of_memory,
@@ -118,8 +118,8 @@ def _train(given: WorkerSettings, membership: RayMembership, place: Place | None
     import ray
 
     from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.errors import OUTAGE_S
     from raytrain_ddp.membership.roster import Seat
-    from raytrain_ddp.retries import OUTAGE_S
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import made_ahead, take_part
 
@@ -162,8 +162,7 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
     """
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
-    from raytrain_ddp.errors import PreflightError
-    from raytrain_ddp.retries import with_backoff
+    from raytrain_ddp.errors import PreflightError, with_backoff
     from raytrain_ddp.uri import without_secrets
 
     def look(_: int) -> bool:

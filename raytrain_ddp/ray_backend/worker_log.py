@@ -9,9 +9,8 @@ import socket
 import time
 from collections.abc import Mapping
 
-from raytrain_ddp.events import Checkpoint, Eval, Note, Plan, Preempted, Train
-from raytrain_ddp.formatting import format_count, format_metric, format_number
-from raytrain_ddp.messages import Event, Outcome
+from raytrain_ddp.events import Checkpoint, Eval, Event, Note, Outcome, Plan, Preempted, Train
+from raytrain_ddp.tools.formatting import format_count, format_metric, format_number
 from raytrain_ddp.training.runtime.world import World
 
 _LINE_EVERY_S = 10.0

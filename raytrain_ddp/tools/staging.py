@@ -6,13 +6,16 @@
       result              gets the name NAME by one rename
       ...                 parts: finished work, which the same command uses again
 
-A part is complete or not there: any process that sees the folder writes it by `files.replace_with`
-or `files.write_json`, with `Staging.folder` as their `state`. If the parts depend on the plan only,
+A part is complete or not there: any process that sees the folder writes it by `replace_with` or
+`write_json`, with `Staging.folder` as their `state`. If the parts depend on the plan only,
 the result has the same bytes, whoever made them, and however often the command was killed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -22,14 +25,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RunLockedError
-from raytrain_ddp.files import (
-    different,
-    fsync,
-    read_json,
-    require_alone,
-    require_utf8,
-    write_json,
-)
+from raytrain_ddp.files import fsync, is_utf8, replace_with
+
+_READ_BYTES = 2**20
 
 
 class Staging:
@@ -72,7 +70,10 @@ class Staging:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("w")
         with lock:
-            require_alone(lock, refusal)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunLockedError(refusal) from None
             if not self._is_here(lock):  # it was deleted by a process that has just finished
                 raise RunLockedError(refusal)
             try:
@@ -158,3 +159,56 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def require_utf8(name: str, path: Path) -> None:
+    """Raises ConfigError, with this name of the option, unless a path `is_utf8`."""
+    if not is_utf8(str(path)):
+        raise ConfigError(f"{name} {path}: must be UTF-8: use another name.")
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 digest of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def different(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
+    """``["seed: 1, was 0"]``: the differences between two records, which may be nested."""
+    lines = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += different(old, new, key)
+        elif old != new:
+            what = f"{name} {key}" if name else key
+            digest = isinstance(old, str) and isinstance(new, str) and len(old) == len(new) == 64
+            lines.append(f"{what} changed" if digest else f"{what} {new!r}, was {old!r}")
+    return lines
+
+
+def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
+    """Atomic and durable."""
+    with replace_with(path, state) as temp:
+        temp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    fsync(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None if there is no such file.
+
+    Raises:
+        DataError: it is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: is damaged: no JSON object.")
+    return content

@@ -14,9 +14,9 @@ from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, TaskError, first_line
+from raytrain_ddp.events import Outcome
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.membership.generations import NewcomerWaits, NoStateLeft
-from raytrain_ddp.messages import Outcome
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.membership import Membership

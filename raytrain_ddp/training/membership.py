@@ -17,8 +17,7 @@ from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
-from raytrain_ddp.events import Failed, Note
-from raytrain_ddp.messages import Event, Outcome
+from raytrain_ddp.events import Event, Failed, Note, Outcome
 from raytrain_ddp.signals import handling, heeded
 from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.monitoring.watchdog import Exchange, Hang, Watchdog, through_folder

@@ -40,9 +40,7 @@ from raytrain_ddp.errors import (
     first_line,
     first_names,
 )
-from raytrain_ddp.events import Note
-from raytrain_ddp.formatting import format_seconds
-from raytrain_ddp.messages import Event, Phase
+from raytrain_ddp.events import Event, Note, Phase
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.build import Build
@@ -122,8 +120,7 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
     buffers.restore()
     build.state.load(start)
     build.renew_optimizer()
-    took = format_seconds(time.monotonic() - began)
-    tell(Phase(f"warming up (the rehearsal took {took})"))
+    tell(Phase(f"warming up (the rehearsal took {time.monotonic() - began:.1f} s)"))
     return size_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp import events, messages
+from raytrain_ddp import events
 from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.metrics_log import Log
@@ -93,7 +93,7 @@ class Run:
         log.doing = self.clock.also
         self._watchdog = membership.watch(self.clock, build.config)
         require_same_software(build.world)
-        log.tell(messages.Phase("opening the data"))
+        log.tell(events.Phase("opening the data"))
         build.open_data()
         splits = build.task.splits if build.world.is_main else None
         self._splits = splits if isinstance(splits, Splits) else None
@@ -101,7 +101,7 @@ class Run:
             self._splits.begin_counting()  # in the background
         self.cadence = Cadence(build.config, build.plan.steps_per_epoch)
         failpoint("start.opened", build.world.rank)
-        log.tell(messages.Phase("preparing the model"))
+        log.tell(events.Phase("preparing the model"))
         self._warm_up()
         failpoint("start.warmed_up", build.world.rank)
         self._load()
@@ -314,7 +314,7 @@ class Run:
 
         failpoint("evaluate", build.world.rank, step)
         started = time.monotonic()
-        self.log.tell(messages.Evaluating(step))
+        self.log.tell(events.Evaluating(step))
         with self.clock.part("evaluation"), state.evaluated():
             try:
                 self._metrics, tables = evaluation_of(build, build.loader.threads, beat)
@@ -374,7 +374,7 @@ class Run:
                 snapshot = replace(self._snapshot(metrics), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
                 self.checkpoints.save(snapshot, time.monotonic() - began - waited)
-        self.log.tell(messages.Pause(time.monotonic() - asked))
+        self.log.tell(events.Pause(time.monotonic() - asked))
 
     def _snapshot(self, metrics: Mapping[str, float], to_spare: bool = False) -> Snapshot:
         """`to_spare`: see `TrainState.snapshot`."""
@@ -415,14 +415,14 @@ class Run:
         documents = {**taken.documents, OWED_FILE: owed}
         return replace(taken, log=log, documents=documents)
 
-    def outcome(self, signal: int) -> messages.Outcome:
+    def outcome(self, signal: int) -> events.Outcome:
         """How the run ended. `signal`: the number of the signal that stopped it, else 0."""
         state, total_steps = self.state, self.cadence.total_steps
         seconds = {**self.clock.seconds, "total": self.clock.elapsed()}
         if state.step == total_steps and not self._owes_evaluation():
             signal = 0
         best = state.best, state.best_step
-        return messages.Outcome(state.step, total_steps, signal, *best, self._metrics, seconds)
+        return events.Outcome(state.step, total_steps, signal, *best, self._metrics, seconds)
 
 
 def _notes(build: Build) -> list[str | None]:

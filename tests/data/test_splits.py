@@ -26,7 +26,7 @@ from raytrain_ddp.data.discovery.file_listing import EXTENSIONS
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.splits import FolderImages
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.formatting import format_data
+from raytrain_ddp.tools.formatting import format_data
 
 datasets = pytest.importorskip("datasets")
 

@@ -14,7 +14,7 @@ import pytest
 from event_records import to
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.messages import Alive, Joined
+from raytrain_ddp.events import Alive, Joined
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.preemption import STOP, Notice

@@ -12,7 +12,7 @@ from event_records import event as made
 from event_records import record
 
 from raytrain_ddp.errors import RetriesExhausted
-from raytrain_ddp.messages import Died
+from raytrain_ddp.events import Died
 from raytrain_ddp.ray_backend import failure_policy
 
 Event = Mapping[str, Any]

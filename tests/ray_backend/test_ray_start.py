@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from raytrain_ddp import retries
+from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += seconds
 
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    for module in (ray_start, retries):
+    for module in (ray_start, errors):
         monkeypatch.setattr(module, "time", fake)
     return now
 

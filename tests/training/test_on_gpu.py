@@ -19,8 +19,8 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.loop import take_part
 from raytrain_ddp.training.membership import Membership

@@ -13,7 +13,7 @@ from raytrain_ddp.config.rules import require_effect
 from raytrain_ddp.config.validation import require, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.formatting import plural
+from raytrain_ddp.tools.formatting import plural
 
 _DECIDED = {"name", "scaling.num_workers", "checkpoint.every_s"}  # and all of the log
 

@@ -23,8 +23,8 @@ from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm_from_environment
-from raytrain_ddp.formatting import format_seconds
 from raytrain_ddp.tools.chaos.fault_plan import Fault
+from raytrain_ddp.tools.formatting import format_seconds
 from raytrain_ddp.warm.fork_client import Forked, forked, own_state, start_server
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -13,8 +13,8 @@ from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.flags import positional
 from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require, require_least
-from raytrain_ddp.formatting import format_data
 from raytrain_ddp.ray_backend.placement import local_resources
+from raytrain_ddp.tools.formatting import format_data
 
 _QUALITY = 90
 

@@ -23,7 +23,7 @@ from raytrain_ddp.data.discovery.data_check import DATASET_FILE, locate
 from raytrain_ddp.data.order.epoch_order import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
-from raytrain_ddp.files import different, expanded, read_json, require_utf8, write_json
+from raytrain_ddp.files import expanded
 from raytrain_ddp.tools.convert.shard_writer import MIB, Record, ShardTask
 from raytrain_ddp.tools.convert.source_rows import (
     Phase,
@@ -31,7 +31,7 @@ from raytrain_ddp.tools.convert.source_rows import (
     list_rows,
     open_source_splits,
 )
-from raytrain_ddp.tools.staging import Staging
+from raytrain_ddp.tools.staging import Staging, different, read_json, require_utf8, write_json
 from raytrain_ddp.uri import without_secrets
 
 if TYPE_CHECKING:

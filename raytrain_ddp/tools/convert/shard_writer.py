@@ -23,8 +23,9 @@ from raytrain_ddp.data.pixels.decoding import (
     shrink_for,
 )
 from raytrain_ddp.errors import RaytrainError, first_line
-from raytrain_ddp.files import fsync, replace_with, sha256_of, write_json
+from raytrain_ddp.files import fsync, replace_with
 from raytrain_ddp.tools.convert.source_rows import Row, open_copy
+from raytrain_ddp.tools.staging import sha256_of, write_json
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.convert.__main__ import ConvertArgs

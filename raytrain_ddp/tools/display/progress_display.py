@@ -23,10 +23,22 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
-from raytrain_ddp.bottleneck import StepSplit
 from raytrain_ddp.driver.result import FitResult, Listener
-from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
-from raytrain_ddp.formatting import (
+from raytrain_ddp.events import (
+    Checkpoint,
+    Eval,
+    Event,
+    Failed,
+    Note,
+    Pause,
+    Phase,
+    Plan,
+    Preempted,
+    Straggler,
+    Train,
+)
+from raytrain_ddp.tools.display.terminal import Screen
+from raytrain_ddp.tools.formatting import (
     format_bytes,
     format_count,
     format_data,
@@ -37,8 +49,7 @@ from raytrain_ddp.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.messages import Event, Pause, Phase
-from raytrain_ddp.tools.display.terminal import Screen
+from raytrain_ddp.tools.report.bottleneck import StepSplit
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.storage import Storage

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.progress import Progress, TextColumn
 from rich.text import Text
 
-from raytrain_ddp.formatting import format_seconds
+from raytrain_ddp.tools.formatting import format_seconds
 
 Tell = Callable[[int, int], None]
 """Called with images and bytes that were just finished; 0 bytes: by an earlier process."""

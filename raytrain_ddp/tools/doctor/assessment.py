@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_ddp.errors import first_names
-from raytrain_ddp.formatting import format_bytes, format_seconds, plural
 from raytrain_ddp.tools.doctor.storage_probe import DRIVER, PAYLOAD_MIB
+from raytrain_ddp.tools.formatting import format_bytes, format_seconds, plural
 
 Verdict = Literal["ok", "warn", "fail"]
 _STYLES: Mapping[Verdict, str] = {"fail": "bold red", "warn": "yellow", "ok": "green"}

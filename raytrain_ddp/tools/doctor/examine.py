@@ -13,7 +13,6 @@ from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import ConfigError, PreflightError, in_one_line
-from raytrain_ddp.formatting import plural
 from raytrain_ddp.ray_backend.cluster import (
     cluster,
     live_node_resources,
@@ -32,6 +31,7 @@ from raytrain_ddp.tools.doctor import node_actor
 from raytrain_ddp.tools.doctor.assessment import Report, assess
 from raytrain_ddp.tools.doctor.node_actor import versions
 from raytrain_ddp.tools.doctor.storage_probe import exercise_storage
+from raytrain_ddp.tools.formatting import plural
 from raytrain_ddp.uri import without_secrets
 
 _ANSWER_S = 150.0  # importing torch from a cold disk takes a while

@@ -20,8 +20,8 @@ from raytrain_ddp.events import (
     StoredEvent,
     Straggler,
 )
-from raytrain_ddp.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.tools.doctor.assessment import Report, Row, format_duration
+from raytrain_ddp.tools.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.tools.report.run_files import Run, read_run
 
 _MIN_S = 30.0  # like the workers' watchdog

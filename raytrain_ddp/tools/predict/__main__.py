@@ -15,7 +15,7 @@ from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require_least
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
-from raytrain_ddp.formatting import plural
+from raytrain_ddp.tools.formatting import plural
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig

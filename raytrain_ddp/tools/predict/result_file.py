@@ -33,12 +33,12 @@ from raytrain_ddp.errors import (
     TaskError,
     first_line,
 )
-from raytrain_ddp.files import different, replace_with
+from raytrain_ddp.files import replace_with
 from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker_process import enter_folder
 from raytrain_ddp.tools.inference.inputs import Column, open_input
 from raytrain_ddp.tools.inference.loaded_model import Outputs, columns_of, loaded, outputs
-from raytrain_ddp.tools.staging import Staging
+from raytrain_ddp.tools.staging import Staging, different
 from raytrain_ddp.training.runtime.world import World, choose_device, set_up
 
 if TYPE_CHECKING:

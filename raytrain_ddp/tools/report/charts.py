@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raytrain_ddp.formatting import FRACTION, format_metric
+from raytrain_ddp.tools.formatting import FRACTION, format_metric
 from raytrain_ddp.tools.report.run_files import Happening, Run, happenings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.recipe import flat
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Failed
-from raytrain_ddp.formatting import (
+from raytrain_ddp.tools.formatting import (
     format_bytes,
     format_metric,
     format_seconds,

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
@@ -37,7 +36,8 @@ from raytrain_ddp.events import (
     SweepStop,
     Train,
 )
-from raytrain_ddp.formatting import (
+from raytrain_ddp.records import Timed, log_records, stored_events
+from raytrain_ddp.tools.formatting import (
     error_summary,
     format_count,
     format_metric,
@@ -45,7 +45,7 @@ from raytrain_ddp.formatting import (
     format_seconds,
     plural,
 )
-from raytrain_ddp.records import Timed, log_records, stored_events
+from raytrain_ddp.tools.report.bottleneck import split_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from raytrain_ddp.checkpoint.run_folder import SWEEP_FILE, is_run, open_run, pat
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, RaytrainError, first_line
 from raytrain_ddp.files import expanded, replace_with
-from raytrain_ddp.formatting import plural
+from raytrain_ddp.tools.formatting import plural
 from raytrain_ddp.tools.report.page import html_of, sections_of_run, sections_of_runs
 from raytrain_ddp.tools.report.run_files import read_run, state_of
 

@@ -32,9 +32,9 @@ from raytrain_ddp.driver.preflight import answered, check, try_model
 from raytrain_ddp.driver.recipe_args import command
 from raytrain_ddp.driver.run_naming import name_by_config
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, TaskError
-from raytrain_ddp.formatting import format_metric
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task, task_of
 from raytrain_ddp.tools.display.terminal import Screen
+from raytrain_ddp.tools.formatting import format_metric
 from raytrain_ddp.tools.report.run_files import Run, State, read_run, state_of
 from raytrain_ddp.tools.sweep.space import Point, parse_space, random_points, with_point
 from raytrain_ddp.uri import below

@@ -29,8 +29,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError, first_line
-from raytrain_ddp.events import Eval, SweepStop
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Eval, Event, SweepStop
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker import require_folder

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.torch_compat import all_gather
+from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.training.runtime.world import World
 
 Span = tuple[int, int]  # leaves start .. stop-1

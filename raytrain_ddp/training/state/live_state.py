@@ -21,8 +21,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import joined
 from raytrain_ddp.checkpoint.tensor_places import Existing
-from raytrain_ddp.errors import CheckpointError, RaytrainError
-from raytrain_ddp.retries import OUTAGE_S
+from raytrain_ddp.errors import OUTAGE_S, CheckpointError, RaytrainError
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.state.shared_checkpoint import ReceivedCheckpoint, Relay
 from raytrain_ddp.training.steps.replica_check import fingerprints

@@ -16,7 +16,7 @@ from torch import Tensor
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.torch_compat import all_gather
+from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.training.gradients.buffer_sync import is_merged
 from raytrain_ddp.training.gradients.reduction import model_tensors
 from raytrain_ddp.training.membership import Membership

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import place_of, refused
-from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
 from raytrain_ddp.training.gradients.reduction import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from event_records import event
 
-from raytrain_ddp.bottleneck import StepSplit, split_of
 from raytrain_ddp.events import Train
+from raytrain_ddp.tools.report.bottleneck import StepSplit, split_of
 
 
 def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> Train:

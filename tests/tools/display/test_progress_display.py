@@ -14,8 +14,8 @@ import pytest
 from event_records import event
 from rich.console import Console
 
-from raytrain_ddp import formatting
 from raytrain_ddp.driver.result import FitResult
+from raytrain_ddp.tools import formatting
 from raytrain_ddp.tools.display import progress_display
 from raytrain_ddp.tools.display.terminal import terminal
 

@@ -24,8 +24,7 @@ from raytrain_ddp.checkpoint.run_folder import read_history
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.trackers import TensorBoard
 from raytrain_ddp.config.sections import CheckpointConfig
-from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.retries import with_backoff
+from raytrain_ddp.errors import CheckpointError, with_backoff
 
 
 def failing(times: int, error: OSError) -> Callable[[int], int]:

@@ -33,7 +33,7 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp import retries
+from raytrain_ddp import errors
 from raytrain_ddp.checkpoint import checkpoints as checkpoints_module
 from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.checkpoint.run_folder import run_storage
@@ -42,8 +42,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, RunLockedError
-from raytrain_ddp.retries import TRIES
+from raytrain_ddp.errors import TRIES, CheckpointError, RunLockedError
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.state.live_state import newest_state
 
@@ -122,7 +121,7 @@ def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_del
 @pytest.fixture
 def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     """The store of all checkpoints of this test; pauses between retries are short."""
-    monkeypatch.setattr(retries, "retry_pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(errors, "retry_pauses", lambda: iter([0.01] * 4))
     made = FaultyStore()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 
@@ -166,7 +165,7 @@ def test_a_commit_with_a_lost_response_is_not_written_twice(
         raise OSError(errno.ETIMEDOUT, "no answer")
 
     monkeypatch.setattr(made.store, "commit", late)
-    monkeypatch.setattr(retries, "retry_pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(errors, "retry_pauses", lambda: iter([0.01] * 4))
     made.save(snapshot(4))
     made.finish()
     made.close()

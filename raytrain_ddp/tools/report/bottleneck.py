@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 
 from raytrain_ddp.events import LogRecord, Slowest, Train
-from raytrain_ddp.formatting import format_share
+from raytrain_ddp.tools.formatting import format_share
 
 _OVER_S = 30.0  # of training; less fluctuates, more reacts slowly
 _SLOWER = 1.25  # times the median rank, to be named
