@@ -29,7 +29,6 @@ COMMANDS = {
     "report": "Write a report of runs, or a page of all, to an HTML file",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_TOOLS = {"predict", "export", "convert", "doctor", "report", "sweep", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,13 +66,8 @@ def console_script() -> None:
 
 
 def _module(name: str) -> Any:
-    return import_module(
-        f"raytrain_ddp.tools.{name}.__main__" if name in _TOOLS else f"raytrain_ddp.{name}"
-    )
-
-
-def _command(name: str) -> Any:
-    return _module(name).COMMAND
+    place = name if name in ("fit", "evaluate", "run") else f"tools.{name}.__main__"
+    return import_module(f"raytrain_ddp.{place}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers()
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about)
-        for flag in _command(name).flags(config=TrainConfig()):
+        for flag in _module(name).COMMAND.flags(config=TrainConfig()):
             names = [f"--{flag.name}", *[f"--{flag.negated()}"] * flag.is_switch]
             action: Any = command.add_argument(
                 *([flag.positional] if flag.positional else names),

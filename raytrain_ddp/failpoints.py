@@ -55,12 +55,10 @@ SITES = frozenset(
         "driver.event",  # the driver has taken an event of this step
     }
 )
-ACTIONS = frozenset(
-    {
-        *("kill", "exit", "raise", "term", "stop", "gil"),
-        *("sleep", "enospc", "eio", "nan", "flip"),
-    }
-)
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+_FACTORS = {"nan": math.nan, "flip": -1.0}
+ACTIONS = frozenset({*_SIGNALS, *_ERRORS, *_FACTORS, "exit", "raise", "sleep", "gil"})
 
 _KEYS = "rank|step|from|hit|after"
 _ENTRY = re.compile(
@@ -81,15 +79,13 @@ class Failpoint:
 
     def due(self, rank: int, step: int) -> bool:
         """Whether it fires now. A marker file ensures that it fires only once in a run."""
-        here = {"rank": rank, "step": step}
-        if any(here[key] != value for key, value in self.where.items() if key in here):
+        where, here = self.where, {"rank": rank, "step": step}
+        if any(where.get(key, value) != value for key, value in here.items()):
             return False
-        if step < self.where.get("from", 0):
-            return False
-        if fired(self.marker.parent) < self.where.get("after", 0):
+        if step < where.get("from", 0) or fired(self.marker.parent) < where.get("after", 0):
             return False
         self.seen += 1
-        if self.seen != self.where.get("hit", 1):
+        if self.seen != where.get("hit", 1):
             return False
         try:
             self.marker.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +97,7 @@ class Failpoint:
 
     def act(self) -> float:
         """Performs the action. Returns the factor for the caller's loss or weight."""
-        if self.action in ("kill", "term", "stop"):
+        if self.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[self.action])
         elif self.action == "exit":
             os._exit(int(self.argument))
@@ -111,13 +107,11 @@ class Failpoint:
             time.sleep(self.argument)
         elif self.action == "gil":  # sleeps while holding the GIL
             ctypes.PyDLL(None).usleep(int(self.argument * 1e6))
-        elif self.action in ("enospc", "eio"):
-            number = errno.ENOSPC if self.action == "enospc" else errno.EIO
+        elif number := _ERRORS.get(self.action):
             raise OSError(number, f"{os.strerror(number)} (failpoint {self.site})")
-        return {"nan": math.nan, "flip": -1.0}.get(self.action, 1.0)
+        return _FACTORS.get(self.action, 1.0)
 
 
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _armed: dict[str, list[Failpoint]] = {}
 
 

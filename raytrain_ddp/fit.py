@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,23 +85,17 @@ _IDLE = {  # a flag, and those that have no effect with it
 def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe or a flag that is wrong, SystemExit (0) after --help."""
     args = parse_with_recipe(argv, COMMAND)
-    _require_one_thing(args)
+    for first, idle in _IDLE.items():
+        is_given = under_torchrun() if first == "torchrun" else getattr(args, first)
+        for other in filter(partial(getattr, args), idle.split() if is_given else ()):
+            words = [f"--{other}", first if first == "torchrun" else f"--{first}"]
+            without, by = (word.replace("_", "-") for word in words)
+            raise ConfigError(f"{without} has no effect with {by}: remove one of them.")
     others = [word for word in argv if word[:2] == "--" and word.partition("=")[0] != "--describe"]
     if args.describe and others:
         raise ConfigError(f"{others[0]} has no effect with --describe: remove it.")
     require_effect(given_flags(argv), args.config, on_ray=not (args.local or under_torchrun()))
     return args
-
-
-def _require_one_thing(args: FitArgs) -> None:
-    """Raises ConfigError if one flag makes another one ineffective."""
-    for first, others in _IDLE.items():
-        is_given = under_torchrun() if first == "torchrun" else getattr(args, first)
-        for other in others.split() if is_given else ():
-            if getattr(args, other):
-                words = [f"--{other}", first if first == "torchrun" else f"--{first}"]
-                idle, by = (word.replace("_", "-") for word in words)
-                raise ConfigError(f"{idle} has no effect with {by}: remove one of them.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,10 +128,10 @@ def main(argv: Sequence[str]) -> int:
 
         print(dry_run(args.config, name, args.resume_from, args.local))
         return 0
-    options: dict[str, Any] = {"resume_from": args.resume_from, "default_name": name}
-    if args.local or under_torchrun():
-        return fit_locally(args.config, **options).exit_status
-    return fit(args.config, address=args.address, dashboard=args.dashboard, **options).exit_status
+    train: Callable[..., FitResult] = fit_locally
+    if not (args.local or under_torchrun()):
+        train = partial(fit, address=args.address, dashboard=args.dashboard)
+    return train(args.config, resume_from=args.resume_from, default_name=name).exit_status
 
 
 def fit(
@@ -163,16 +158,8 @@ def fit(
         RaytrainError: one of errors.py, each with its exit status.
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
-    from raytrain_ddp.driver import fit_driver
-
-    return fit_driver.fit(
-        config,
-        address=address,
-        dashboard=dashboard,
-        default_name=default_name,
-        resume_from=resume_from,
-        display=display or _display(),
-    )
+    given = {"default_name": default_name, "resume_from": resume_from, "display": display}
+    return _fit(config, address=address, dashboard=dashboard, **given)
 
 
 def fit_locally(
@@ -187,20 +174,15 @@ def fit_locally(
     Only rank 0 shows and writes; all ranks return the result. An exception raised by the task
     propagates unchanged, where `fit` raises a `TaskError` with its traceback.
     """
+    given = {"default_name": default_name, "resume_from": resume_from, "display": display}
+    return _fit(config, local=True, **given)
+
+
+def _fit(config: TrainConfig | None, display: Listener | None, **given: Any) -> FitResult:
     from raytrain_ddp.driver import fit_driver
-
-    return fit_driver.fit_locally(
-        config,
-        default_name=default_name,
-        resume_from=resume_from,
-        display=display or _display(),
-    )
-
-
-def _display() -> Listener:
     from raytrain_ddp.tools.display.progress_display import Display
 
-    return Display()
+    return fit_driver.fit(config, display=display or Display(), **given)
 
 
 class _CallableModule(ModuleType):

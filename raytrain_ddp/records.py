@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime, timezone
 from types import UnionType
@@ -56,16 +57,11 @@ def stored_events(records: Iterable[Mapping[str, Any]]) -> list[Timed]:
     for record in records:
         event = _decoded(_STORED_KINDS.get(str(record.get("kind"))), record)
         if isinstance(event, STORED_EVENTS):
-            time = str(record.get("time", ""))
-            events.append(Timed(event, time, _wall(time)))
+            time, wall = str(record.get("time", "")), math.nan
+            with suppress(ValueError):
+                wall = datetime.strptime(time, _TIME).replace(tzinfo=timezone.utc).timestamp()
+            events.append(Timed(event, time, wall))
     return events
-
-
-def _wall(time: str) -> float:
-    try:
-        return datetime.strptime(time, _TIME).replace(tzinfo=timezone.utc).timestamp()
-    except ValueError:
-        return math.nan
 
 
 def json_of(value: Any, indent: int | None = None, ascii_only: bool = True) -> str:

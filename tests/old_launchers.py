@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from raytrain_ddp.launcher.script_launch import run_script
-from raytrain_ddp.run import parse
+from raytrain_ddp.launcher.torchrun_flags import parse
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "launchers"
 

@@ -26,20 +26,9 @@ COMMANDS = {
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
     {"errors", "events"},
-    {"messages", "records"},
-    {
-        "files",
-        "failpoints",
-        "torch_compat",
-        "library_imports",
-        "process_state",
-        "retries",
-        "signals",
-        "uri",
-        "user_code",
-    },
-    {"formatting"},
-    {"warm", "bottleneck"},
+    {"records"},
+    {"files", "failpoints", "library_imports", "process_state", "signals", "uri", "user_code"},
+    {"warm"},
     {"config"},
     {"data", "checkpoint", "membership"},
     {"tasks"},

@@ -17,7 +17,7 @@ import raytrain_ddp
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.fit import parse_fit
-from raytrain_ddp.run import parse as parse_run
+from raytrain_ddp.launcher.torchrun_flags import parse as parse_run
 from raytrain_ddp.tools import spot
 from raytrain_ddp.tools.chaos.__main__ import parse as parse_chaos
 from raytrain_ddp.tools.doctor.__main__ import parse as parse_doctor

@@ -12,9 +12,8 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.rules import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
-from raytrain_ddp.driver.branching import Branch, run_and_branch
-from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
+from raytrain_ddp.driver.preflight import check
+from raytrain_ddp.driver.run_naming import NamedRun, find_run, new_code_note
 from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Event, Note
 from raytrain_ddp.ray_backend.placement import (
@@ -48,9 +47,9 @@ def dry_run(
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run, branch = run_and_branch(check(config), default_name, resume_from)
+    run = find_run(check(config), default_name, resume_from)
     config, manifest = run.config, run.manifest
-    if not is_complete(config, manifest):
+    if not run.is_complete:
         require_free(run.folder)
     have = local_resources()
     layout, where = _workers(config, have, local)
@@ -110,7 +109,7 @@ def dry_run(
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in build.model.parameters()):,} parameters",
         f"checkpoint     {f'{size_bytes / 2**20:.1f} MiB, ' if size_bytes else ''}in {run.folder}",
-        f"run            {config.name} {_run_state(run, branch)}",
+        f"run            {config.name} {_run_state(run)}",
         *(f"note           {text}" for text in notes),
         *([f"note           this machine has no room: {lacking}"] if lacking else []),
     ]
@@ -130,14 +129,14 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
     return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place
 
 
-def _run_state(run: NamedRun, branch: Branch | None) -> str:
+def _run_state(run: NamedRun) -> str:
     """Says whether the run would be created, resumed, or found complete."""
     state = "would be created"
     if run.manifest is not None:
-        done = is_complete(run.config, run.manifest)
-        state = f"{'is complete at' if done else 'would resume from'} step {run.manifest.step}"
-    if branch is not None:
-        state += f", and {branch}"
+        what = "is complete at" if run.is_complete else "would resume from"
+        state = f"{what} step {run.manifest.step}"
+    if run.branch is not None:
+        state += f", and {run.branch}"
     return f"{state} ({run.note})" if run.note else state
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -19,17 +18,16 @@ from raytrain_ddp.config.environment import ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.rules import effect_notes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.branching import run_and_branch
-from raytrain_ddp.driver.finish import (
+from raytrain_ddp.driver.preflight import answered, check, try_model
+from raytrain_ddp.driver.result import (
+    FitResult,
+    Listener,
     is_tidy,
     result_of,
-    run_summary,
     tidy,
     wait_for_rank_0,
 )
-from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
-from raytrain_ddp.driver.result import FitResult, Listener
-from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
+from raytrain_ddp.driver.run_naming import NamedRun, find_run, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.events import End, Event, Note, Outcome, Phase, Plan
@@ -49,92 +47,63 @@ _COLLECT_AFTER = 200_000
 def fit(
     config: TrainConfig | None = None,
     *,
+    local: bool = False,
     address: str | None = None,
     dashboard: bool = False,
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
     display: Listener | None = None,
-) -> FitResult:
-    """`raytrain_ddp.fit.fit`, which has the same arguments; shows and draws nothing by default."""
-
-    def train(run: NamedRun, show: Show) -> tuple[Outcome, _Starts]:
-        return _train_on_ray(run, address, dashboard, show)
-
-    flags = f" --address {address}" if address else ""
-    return _fit(config, default_name, resume_from, display or Listener(), train, flags)
-
-
-@process_as_found()
-def fit_locally(
-    config: TrainConfig | None = None,
-    *,
-    default_name: str | None = None,
-    resume_from: str | os.PathLike[str] | None = None,
-    display: Listener | None = None,
     membership: Callable[[World, Show], Membership] | None = None,
 ) -> FitResult:
-    """`raytrain_ddp.fit.fit_locally`; shows and draws nothing by default.
+    """`raytrain_ddp.fit`, or with `local` `raytrain_ddp.fit_locally`; by default it shows and draws
+    nothing. Only rank 0 holds the run, and writes.
 
     Args:
-        membership: replaces `Membership`, which has the same arguments.
+        membership: if `local`, replaces `Membership`, which has the same arguments.
     """
-    rank, _, _ = ranks_of_launcher()
-
-    def train(run: NamedRun, show: Show) -> tuple[Outcome, _Starts]:
-        show(Phase("loading torch"))
-        from raytrain_ddp.training import loop  # noqa: F401
-
-        with process_as_found():  # restores torch, too
-            return _train_here(run, rank == 0, show, membership)
-
-    flags = "" if under_torchrun() else " --local"
-    shown = (rank == 0 and display) or Listener()
-    return _fit(config, default_name, resume_from, shown, train, flags, rank)
-
-
-def _fit(
-    config: TrainConfig | None,
-    default_name: str | None,
-    resume_from: str | os.PathLike[str] | None,
-    display: Listener,
-    train: Callable[[NamedRun, Show], tuple[Outcome, _Starts]],
-    flags: str,
-    rank: int = 0,
-) -> FitResult:
-    """The part that all ways to train have in common: only rank 0 holds the run, and writes."""
-    started = time.monotonic()
-    config = check(TrainConfig() if config is None else config)
-    main = rank == 0
+    started, rank = time.monotonic(), ranks_of_launcher()[0] if local else 0
+    config, main = check(TrainConfig() if config is None else config), rank == 0
     if main:
-        run, branch = run_and_branch(config, default_name, resume_from)
+        run = find_run(config, default_name, resume_from)
     else:
-        run, branch = run_of_rank_0(config, rank, default_name), None
-    with display as shown:
-        led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
+        run = run_of_rank_0(config, rank, default_name)
+    with (main and display) or Listener() as shown:
+        led = driven(run, shown.handle) if main else nullcontext((run, shown.handle))
         with led as (run, tell):
             config, folder = run.config, run.folder
-            if run.manifest is not None and is_complete(config, run.manifest):
+            if run.manifest is not None and run.is_complete:
                 result = _complete(run, run.manifest, shown, tell, main)
             else:
-                outcome, watch = train(run, tell)
+                watch = _Starts(tell, started)
+                if local:
+                    outcome = _train_here(run, main, watch, membership)
+                else:
+                    outcome = _train_on_ray(run, address, dashboard, watch)
                 if main:
-                    _draw(config, folder, shown, tell)
+                    try:
+                        shown.draw(folder, str(config.name))
+                    except Exception as error:  # everything is trained and saved
+                        watch.note(f"curves.png cannot be drawn: {first_line(error)}")
                 else:
                     wait_for_rank_0(folder, outcome.step)
-                result = _end(config, folder, outcome, watch, started)
+                seconds = watch.seconds(outcome.seconds)
+                result = answered(config, lambda: result_of(folder, outcome, seconds))
                 tell(End(result.exit_status, result.step))
-        shown.summary(str(config.name), result, *run_summary(config, result, flags))
+        flags = f" --address {address}" if address else ""
+        if local and not under_torchrun():
+            flags = " --local"
+        shown.summary(config, result, flags)
     return result
 
 
 def _train_here(
     run: NamedRun,
     main: bool,
-    show: Show,
+    watch: _Starts,
     membership_of: Callable[[World, Show], Membership] | None,
-) -> tuple[Outcome, _Starts]:
+) -> Outcome:
     config = run.config
-    _note_idle(config, show)
+    watch(Phase("loading torch"))
     from raytrain_ddp.membership.process_group import nccl_settings
     from raytrain_ddp.tasks.task_loading import BUILT_IN
     from raytrain_ddp.training.build import Build
@@ -142,28 +111,28 @@ def _train_here(
     from raytrain_ddp.training.membership import Membership
     from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16, join_world
 
-    tell = (lambda text: show(Note(text))) if main else None
-    world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
-    asked = config
-    config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
-    build = Build(config, world)
-    _ = build.task  # checked before anything is written
-    if main:
-        if config.task in BUILT_IN:
-            try_model(config, is_new=run.manifest is None)
-        write_config(config, run.folder)
-        chosen = settled_note(asked, config) if world.device.type == "cuda" else ""
-        for text in filter(None, (chosen, _idle_gpus_note(world))):
-            show(Note(text))
-    watch = _Starts(show)
-    membership = (membership_of or Membership)(world, watch)
-    membership.stop_on_signals()
-    try:
-        outcome = take_part(membership, config, lambda _: build)
-    finally:
-        membership.leave()
+    with process_as_found():  # restores torch, too
+        watch.note(*effect_notes(config))
+        tell = watch.note if main else None
+        world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
+        asked = config
+        config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
+        build = Build(config, world)
+        _ = build.task  # checked before anything is written
+        if main:
+            if config.task in BUILT_IN:
+                try_model(config, is_new=run.manifest is None)
+            write_config(config, run.folder)
+            chosen = settled_note(asked, config) if world.device.type == "cuda" else ""
+            watch.note(chosen, _idle_gpus_note(world))
+        membership = (membership_of or Membership)(world, watch)
+        membership.stop_on_signals()
+        try:
+            outcome = take_part(membership, config, lambda _: build)
+        finally:
+            membership.leave()
     assert outcome is not None  # nobody else could have ended the run
-    return outcome, watch
+    return outcome
 
 
 def _idle_gpus_note(world: World) -> str:
@@ -179,11 +148,6 @@ def _idle_gpus_note(world: World) -> str:
     )
 
 
-def _note_idle(config: TrainConfig, show: Show) -> None:
-    for text in effect_notes(config):
-        show(Note(text))
-
-
 def write_config(config: TrainConfig, run: Storage) -> None:
     """Writes config.toml: running it again reproduces the run."""
     shown = publishable(config)
@@ -195,26 +159,45 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 
 class _Starts:
-    """Forwards events, and records when training began, at first and after the last failure."""
+    """Forwards events, and records when training began, at first and after the last failure.
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
-        self.first_began = self.began = time.monotonic()
-        self._none_yet = True
-        self.survived = False  # whether workers kept their state at the last start
+    Args:
+        started: when the command started.
+    """
+
+    def __init__(self, show: Show, started: float) -> None:
+        self._show, self._started = show, started
+        self._began: list[float] = []  # each start
+        self._survived = False  # whether workers kept their state at the last start
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
-            self.began = time.monotonic()
-            self.survived = event.replaced is not None
-            if self._none_yet:
-                self.first_began, self._none_yet = self.began, False
+            self._began.append(time.monotonic())
+            self._survived = event.replaced is not None
         self._show(event)
 
+    def note(self, *texts: str) -> None:
+        """Shows these notes, except empty ones."""
+        for text in filter(None, texts):
+            self._show(Note(text))
 
-def _train_on_ray(
-    named: NamedRun, address: str | None, dashboard: bool, show: Show
-) -> tuple[Outcome, _Starts]:
+    def seconds(self, spent: Mapping[str, float]) -> dict[str, float]:
+        """The time of the whole command by part; `spent` is that of an `Outcome`."""
+        now = time.monotonic()
+        first, *_, last = self._began * 2 or [now, now]
+        change = "change of workers" if self._survived else "restart"
+        evaluation, checkpoints = (spent.get(each, 0.0) for each in ("evaluation", "checkpoint"))
+        return {
+            "start-up": first - self._started,
+            **({f"until the last {change}": last - first} if last > first else {}),
+            "training": spent["total"] - (evaluation + checkpoints),
+            "evaluation": evaluation,
+            "checkpoints": checkpoints,
+            "total": now - self._started,
+        }
+
+
+def _train_on_ray(named: NamedRun, address: str | None, dashboard: bool, watch: _Starts) -> Outcome:
     from raytrain_ddp.ray_backend.cluster import (
         cluster,
         dashboard_note,
@@ -227,15 +210,15 @@ def _train_on_ray(
     from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
-    config, run, watch = named.config, named.folder, _Starts(show)
+    config, run = named.config, named.folder
     committed = named.manifest.step if named.manifest else 0
-    _note_idle(config, show)
+    watch.note(*effect_notes(config))
     if why := start_warm_server(config, address):
-        show(Note(f"workers start without warm processes: {why}"))
+        watch.note(f"workers start without warm processes: {why}")
     if config.task in BUILT_IN:
         try_model(config, is_new=not committed)
     else:  # checked before anything is started; loads torch, which Ray Train does later anyway
-        show(Phase("loading the task"))
+        watch(Phase("loading the task"))
         task_of(config)
     lease, outcomes = holder(run), list[Outcome]()
 
@@ -256,8 +239,7 @@ def _train_on_ray(
                 chosen = settled(config, event.has_bf16)
                 write_config(chosen, run)
                 about = settled_note(config, chosen) if event.use_gpu else ""
-                for text in filter(None, (about, event.note)):
-                    show(Note(text))
+                watch.note(about, event.note)
             case Outcome():
                 outcomes.append(event)
             case _:
@@ -269,34 +251,7 @@ def _train_on_ray(
         except RetriesExhausted:
             if not outcomes:
                 raise
-    return outcomes[0], watch
-
-
-def _end(
-    config: TrainConfig, run: Storage, outcome: Outcome, watch: _Starts, started: float
-) -> FitResult:
-    parts, again = outcome.seconds, watch.began - watch.first_began
-    change = "change of workers" if watch.survived else "restart"
-    not_training_s = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
-    seconds = {
-        "start-up": watch.first_began - started,
-        **({f"until the last {change}": again} if again else {}),
-        "training": parts["total"] - not_training_s,
-        "evaluation": parts.get("evaluation", 0.0),
-        "checkpoints": parts.get("checkpoint", 0.0),
-        "total": time.monotonic() - started,
-    }
-    signal, done, in_all = outcome.signal, outcome.step, outcome.total_steps
-    status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
-    result = answered(config, lambda: result_of(run, status, done, in_all, seconds, signal))
-    return replace(result, of_ray=outcome.of_ray)
-
-
-def _draw(config: TrainConfig, run: Storage, listener: Listener, show: Show) -> None:
-    try:
-        listener.draw(run, str(config.name))
-    except Exception as error:  # not a reason to fail: everything is trained and saved
-        show(Note(f"curves.png cannot be drawn: {first_line(error)}"))
+    return outcomes[0]
 
 
 def _complete(
@@ -310,5 +265,4 @@ def _complete(
             tidy(config, folder, manifest)
             listener.draw(folder, str(config.name))
             tell(End(0, manifest.step))
-    step = manifest.step
-    return answered(config, lambda: result_of(folder, "already complete", step, step, {}))
+    return answered(config, lambda: result_of(folder, manifest.step, {}))

@@ -21,7 +21,7 @@ from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.data.torchvision_datasets import torchvision_class
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, with_backoff
-from raytrain_ddp.tasks.pretrained import check_weights
+from raytrain_ddp.tasks.model_zoo import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
 
@@ -113,7 +113,7 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     if ":" not in config.model.name and config.model == plain and not touched:
         return
     from raytrain_ddp.tasks.model_parts import freeze
-    from raytrain_ddp.tasks.pretrained import begun_model
+    from raytrain_ddp.tasks.model_zoo import begun_model
     from raytrain_ddp.training.optimizer.task_optimizer import param_groups
 
     # The number of classes of torchvision's data sets is unknown here.

@@ -1,13 +1,18 @@
-"""Finds the run that a command refers to: by its name, or by its config.
+"""Finds the run that a command refers to, by its name or by its config; and where it starts from.
 
 A name is explicit if --name, the user's own recipe or Python sets it. Otherwise, NAME, NAME-2,
 NAME-3 ... are searched: the first run with this config is resumed; if there is none, a new run gets
 the first free name. The first command to hold a free name stores its config there (`CLAIM_FILE`),
 so commands started at the same time share a run if their configs are equal, and only then.
+
+A new run may start from the state of another one: its first checkpoint is a copy of the other
+run's, with the new config. ``branch.json``, in its folder, names where it comes from.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +23,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from raytrain_ddp.checkpoint.committed import Checkpoint
-from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.manifest import BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
+    STATE_FILE,
     SWEEP_FILE,
     checkpoint_store,
+    find_checkpoint,
+    is_name_below,
     newest_checkpoint,
     newest_manifest,
     recorded,
@@ -30,19 +38,21 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
-from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
 from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.field_types import facts
 from raytrain_ddp.config.paths import is_by_name
-from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
+from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable, to_dict
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.driver.preflight import answered, fingerprints, is_complete
 from raytrain_ddp.errors import (
+    CheckpointError,
     ConfigError,
     PreflightError,
     RaytrainError,
     RunLockedError,
+    did_you_mean,
     first_names,
 )
 from raytrain_ddp.membership.process_group import LIMIT_S, UNSET, Waiting
@@ -50,6 +60,7 @@ from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.user_code import hashes
 
+BRANCH_FILE = "branch.json"
 CLAIM_FILE = "claimed.toml"
 """The config of a new run, from the time its name is held until the run ends."""
 
@@ -62,6 +73,26 @@ Changes = Sequence[tuple[str, Any, Any]]
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Where a run starts from.
+
+    Args:
+        origin: as the user named it.
+        checkpoint: verified.
+        changes: (field, there, here).
+    """
+
+    origin: str
+    checkpoint: Checkpoint
+    changes: Changes
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{name} {then!r} -> {now!r}" for name, then, now in self.changes)
+        differs = f"; its config differs: {changes}" if changes else ""
+        return f"starts from {self.checkpoint}{differs}"
+
+
+@dataclass(frozen=True)
 class NamedRun:
     """An existing or a new run.
 
@@ -70,6 +101,7 @@ class NamedRun:
         base: the name without its number; None: the name is explicit.
         is_new: the run does not exist yet; its name was free.
         note: a message about its name; "" if the name is as expected.
+        branch: where it is to start from, if that is another run's state.
     """
 
     config: TrainConfig
@@ -78,14 +110,25 @@ class NamedRun:
     base: str | None = None
     is_new: bool = False
     note: str = ""
+    branch: Branch | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do."""
+        return is_complete(self.config, self.manifest)
 
 
-def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
+def find_run(
+    config: TrainConfig,
+    default_name: str | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
+) -> NamedRun:
     """The run that a config refers to. Nothing is written.
 
     Args:
         config: checked; see preflight.py.
         default_name: used if the config has no name. Default: derived from the task or the data.
+        resume_from: what the run is to start from; see `branch_of`.
 
     Raises:
         PreflightError: the storage cannot be reached.
@@ -93,8 +136,12 @@ def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
         CheckpointError: the run had checkpoints, but all of them are missing.
     """
     if config.name is not None:
-        return answered(config, lambda: _of_name(config))
-    return answered(config, lambda: _of_config(config, default_name or name_by_config(config)))
+        run = answered(config, lambda: _of_name(config))
+    else:
+        run = answered(config, lambda: _of_config(config, default_name or name_by_config(config)))
+    if resume_from is None:
+        return run
+    return replace(run, branch=branch_of(run, os.fspath(resume_from)))
 
 
 def run_of_rank_0(config: TrainConfig, rank: int, default_name: str | None = None) -> NamedRun:
@@ -124,7 +171,7 @@ def after_refusal(run: NamedRun) -> NamedRun | None:
     while True:
         other = find_run(replace(run.config, name=None), run.base)
         if other.config.name != run.config.name:
-            return other
+            return replace(other, branch=run.branch)
         if not other.is_new or time.monotonic() > until_s:
             return None
         time.sleep(_PAUSE_S)
@@ -181,7 +228,7 @@ def _of_name(config: TrainConfig) -> NamedRun:
 
 def _of_config(config: TrainConfig, base: str) -> NamedRun:
     taken: set[int] = set()
-    first: tuple[str, Changes] | None = None
+    note = ""
     for number in _numbers(open_storage(config.storage).names(), base):
         named = replace(config, name=_numbered(base, number))
         folder = run_storage(named)
@@ -198,13 +245,14 @@ def _of_config(config: TrainConfig, base: str) -> NamedRun:
                 require_none_lost(named, folder)
             else:
                 named = settled_as_begun(named, manifest.config)
-            note = f"continuing run {named.name}, which has this config" if number > 1 else ""
-            return NamedRun(named, folder, manifest, base, note=note)
+            goes_on = f"continuing run {named.name}, which has this config" if number > 1 else ""
+            return NamedRun(named, folder, manifest, base, note=goes_on)
         taken.add(number)
-        first = first or (str(named.name), changed)
+        fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed]
+        note = note or f"{named.name} has a different config ({first_names(fields, _SHOWN)})"
     number = next(n for n in range(1, len(taken) + 2) if n not in taken)
     named = replace(config, name=_numbered(base, number))
-    note = f"new run {named.name}: {_differs(*first)}" if first else ""
+    note = f"new run {named.name}: {note}" if note else ""
     folder = run_storage(named)
     require_none_lost(named, folder)
     return NamedRun(named, folder, None, base, is_new=True, note=note)
@@ -295,11 +343,6 @@ def _numbered(base: str, number: int) -> str:
     return base if number == 1 else f"{base[:_LONGEST]}-{number}"
 
 
-def _differs(name: str, changed: Changes) -> str:
-    fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed]
-    return f"{name} has a different config ({first_names(fields, _SHOWN)})"
-
-
 def name_by_config(config: TrainConfig) -> str:
     """The default name of a run whose config and recipe have none: that of its task or data."""
     if config.task not in BUILT_IN:
@@ -309,3 +352,89 @@ def name_by_config(config: TrainConfig) -> str:
         name = Path(source.rpartition(":")[2] if is_by_name(source) else source).name
         name = name.split(".")[0].lower()
     return name if RUN_NAME.fullmatch(name) else "run"
+
+
+def branch_of(run: NamedRun, origin: str) -> Branch | None:
+    """Returns where a run is to start from; None if it has begun there already. Writes nothing.
+
+    Args:
+        origin: a run's name, its folder or URI, or a checkpoint.
+
+    Raises:
+        ConfigError: the run has begun elsewhere, as if it is itself the origin; the state does not
+            fit; or nothing is left to train.
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    if not origin:
+        raise ConfigError("resume_from is empty: give a run or checkpoint, or None.")
+    if run.manifest is not None:
+        text = run.folder.read(BRANCH_FILE) if run.folder.exists(BRANCH_FILE) else b"{}"
+        began = json.loads(text).get("origin")
+        if began == origin:
+            return None
+        where = f"from {began}" if began else "at step 0"
+        raise ConfigError(
+            f"run {run.config.name} has this config, but began {where}, not from {origin}: set "
+            "another --name, or remove --resume-from to continue it."
+        )
+    checkpoint = answered(run.config, lambda: _origin(run.config, origin))
+    then = checkpoint.manifest.config
+    config = settled_as_begun(run.config, then)
+    changes = other_things(checkpoint, changed_fields(then, config), config)
+    of_state = facts(TrainConfig, "of_state")
+    other = [name for name, _, _ in changes if name in of_state]
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)}: the state of {origin} belongs to another model or optimizer. To "
+            f"start from its weights only, use --model.weights {origin}."
+        )
+    if is_complete(config, checkpoint.manifest):
+        raise ConfigError(
+            f"{origin} has finished at step {checkpoint.manifest.step}, and nothing is left to "
+            "train: set more --epochs or --steps, or name an earlier checkpoint."
+        )
+    return Branch(origin, checkpoint, changes)
+
+
+def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
+    """The run with its first checkpoint, a copy of the other run's, which is written now.
+
+    Call it while holding the lease of the run.
+    """
+    run = replace(run, config=settled_as_begun(run.config, branch.checkpoint.manifest.config))
+    about: dict[str, Any] = {"origin": branch.origin, "checkpoint": str(branch.checkpoint)}
+    about |= {"changes": [list(each) for each in branch.changes]}
+
+    def begin() -> NamedRun:
+        run.folder.mkdir()
+        run.folder.write_atomic(BRANCH_FILE, json.dumps(about, indent=1).encode())
+        store = checkpoint_store(run.folder)
+        store.latest()
+        attempt = store.claim(None, about)
+        store.sweep()
+        files = {name: branch.checkpoint.read(name) for name in branch.checkpoint.manifest.files}
+        renewed = any(name.startswith(("optim.", "task")) for name, _, _ in branch.changes)
+        # Only evaluations with the changes compete for the best checkpoint of this run.
+        state = json.loads(files[STATE_FILE]) | {RENEWED: renewed, "best": None, "best_step": 0}
+        state[BRANCHED_AT] = branch.checkpoint.manifest.step
+        files[STATE_FILE] = json.dumps(state).encode()
+        config = to_dict(publishable(run.config))
+        manifest = replace(branch.checkpoint.manifest, attempt=attempt, config=config)
+        manifest = replace(manifest, metrics={}, finished=False)
+        return replace(run, manifest=store.commit(manifest, files).manifest)
+
+    return answered(run.config, begin)
+
+
+def _origin(config: TrainConfig, origin: str) -> Checkpoint:
+    path = Path(origin)
+    is_path = path.is_absolute() or (path.exists() and not is_name_below(origin, config.storage))
+    place = origin
+    if not is_path and "://" not in origin:
+        place = f"{config.storage.rstrip('/')}/{origin}"
+    try:
+        is_one = open_storage(place).exists(MANIFEST_FILE)
+        return find_checkpoint(place, None if is_one else "last")
+    except (CheckpointError, ConfigError) as error:
+        hint = did_you_mean(origin, open_storage(config.storage).names())
+        raise type(error)(f"--resume-from {origin}: {error}{hint}") from None

@@ -202,6 +202,13 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
     return gather(parts.view(-1), own.view(-1), async_op=async_op)
 
 
+def set_timeout(limit: timedelta) -> None:
+    """Sets the time limit of the collectives to come in the default process group."""
+    from torch.distributed import distributed_c10d as group
+
+    (getattr(group, "set_timeout", None) or group._set_pg_timeout)(limit)
+
+
 def end_group(is_aborted: bool) -> None:
     """Ends the default process group, also one whose start has failed: without a group, torch keeps
     counting them, and ranks with other counts would never meet.
@@ -217,10 +224,3 @@ def end_group(is_aborted: bool) -> None:
         dist.destroy_process_group()
     else:
         dist.distributed_c10d._world.group_count = 0
-
-
-def set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the collectives to come in the default process group."""
-    from torch.distributed import distributed_c10d as group
-
-    (getattr(group, "set_timeout", None) or group._set_pg_timeout)(limit)

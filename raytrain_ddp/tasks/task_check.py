@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.data.loading.sources import Data, Source
@@ -161,9 +162,14 @@ def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskErro
 
 def place_of(function: Any) -> str:
     """``file.py:12, in MyTask.loss``"""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    name, code = getattr(function, "__qualname__", type(function).__qualname__), code_of(function)
     return f"{code.co_filename}:{code.co_firstlineno}, in {name}" if code else name
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function or method; None if it has none."""
+    plain = inspect.unwrap(getattr(function, "__func__", function)) if function else None
+    return getattr(plain, "__code__", None)
 
 
 def _described(value: Any) -> str:

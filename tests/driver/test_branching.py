@@ -11,13 +11,12 @@ import pytest
 from processes import Died, Group
 from tiny import bits, kept_steps, newest, plain, run_tiny, tiny_config
 
+from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, read_history, run_storage
 from raytrain_ddp.config.sections import ModelConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.branching import begun_from, branch_of
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.driver.fit_driver import fit_locally
-from raytrain_ddp.driver.run_naming import find_run
+from raytrain_ddp.driver.run_naming import begun_from, branch_of, find_run
 from raytrain_ddp.errors import ConfigError
 
 OPTIM = OptimConfig(lr=0.05, weight_decay=1e-3)

@@ -21,7 +21,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.driver import event_log as journal_module
+from raytrain_ddp.driver import run_ownership as journal_module
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import CheckpointError
 

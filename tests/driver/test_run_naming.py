@@ -18,12 +18,12 @@ from processes import Group, run_cli
 from rich.console import Console
 from tiny import tiny_config
 
+from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, find_checkpoint, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run
 from raytrain_ddp.driver.run_ownership import driven

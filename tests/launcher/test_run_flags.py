@@ -18,8 +18,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher.capacity import layout_for
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.script_launch import run_script
-from raytrain_ddp.launcher.torchrun_flags import split
-from raytrain_ddp.run import parse
+from raytrain_ddp.launcher.torchrun_flags import parse, split
 
 
 def test_arguments_after_the_script_are_passed_to_it():

@@ -22,7 +22,7 @@ from processes import wait_until
 from thread_ray import ThreadRay
 
 from raytrain_ddp.launcher.script_launch import run_script
-from raytrain_ddp.run import parse
+from raytrain_ddp.launcher.torchrun_flags import parse
 
 
 @dataclass

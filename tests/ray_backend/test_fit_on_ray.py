@@ -47,7 +47,7 @@ from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import End
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.launcher.script_launch import run_script
-from raytrain_ddp.run import parse
+from raytrain_ddp.launcher.torchrun_flags import parse
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 SLOW = pytest.mark.slow

@@ -13,7 +13,7 @@ from split_checks import folder as class_folders
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 
-from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp import fit_locally
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate

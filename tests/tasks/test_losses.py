@@ -15,8 +15,7 @@ from torchmetrics.classification import MulticlassStatScores, MultilabelAverageP
 from raytrain_ddp import LossConfig, OptimConfig, TrainConfig
 from raytrain_ddp.data.pixels.gpu_augment import Mixed
 from raytrain_ddp.tasks.class_metrics import MeanAveragePrecision
-from raytrain_ddp.tasks.criterion import Criterion
-from raytrain_ddp.tasks.image_classification import ImageClassification
+from raytrain_ddp.tasks.image_classification import Criterion, ImageClassification
 
 CLASSES = 5
 LABELS = torch.tensor([0, 1, 4, 4, 2, 4, 0])

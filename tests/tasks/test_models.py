@@ -32,7 +32,7 @@ from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.ray_backend.task_transfer import import_paths, shipped_code
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
-from raytrain_ddp.tasks.pretrained import check_weights
+from raytrain_ddp.tasks.model_zoo import check_weights
 
 SMALL = "timm:test_resnet"  # 0.5 M parameters, as all timm:test_*
 

@@ -31,7 +31,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.evaluate import main as evaluate
-from raytrain_ddp.tasks.criterion import Criterion
+from raytrain_ddp.tasks.image_classification import Criterion
 
 LOSSES: dict[str, Any] = {
     "bce": functional.binary_cross_entropy_with_logits,

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.events import (
     Checkpoint,
@@ -37,6 +38,8 @@ from raytrain_ddp.events import (
     Straggler,
     Train,
 )
+from raytrain_ddp.records import log_records
+from raytrain_ddp.tools.display.run_summary import next_steps
 from raytrain_ddp.tools.display.terminal import Screen
 from raytrain_ddp.tools.formatting import (
     format_bytes,
@@ -49,7 +52,7 @@ from raytrain_ddp.tools.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.tools.report.bottleneck import StepSplit
+from raytrain_ddp.tools.report.bottleneck import StepSplit, split_of
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.storage import Storage
@@ -167,16 +170,14 @@ class Display(Listener):
         figure_of(curves([read_run(run, name)]), name).savefig(image, format="png")
         run.write_atomic(CURVES_FILE, image.getvalue())
 
-    def summary(
-        self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
-    ) -> None:
+    def summary(self, config: TrainConfig, end: FitResult, flags: str) -> None:
         """Prints the end of a run, in place of the live block; see `Listener`."""
         self.__exit__()
         of = f"of {end.total_steps}"
         if end.step > end.total_steps:  # it had already gone further
             of = f"({end.total_steps} asked for)"
         color = "yellow" if end.status == "interrupted" else "green"
-        reached = f"\n{run}: {end.status} at step {end.step} {of}"
+        reached = f"\n{config.name}: {end.status} at step {end.step} {of}"
         self._print(Text(reached, style=f"bold {color}"), copied=True)
         for name, metrics in (("best", end.best), ("last", end.last)):
             if metrics:
@@ -187,9 +188,9 @@ class Display(Listener):
             if any(title.startswith("until") for title in parts):
                 parts = {k.replace("training", "training since then"): s for k, s in parts.items()}
             self._row("time", *(_cell(title, shown) for title, shown in parts.items()))
-        if limit:
+        if limit := split_of(log_records(end.history)).limit():
             self._row("training", Text(limit), copied=not self._live)
-        for name, text in more:
+        for name, text in next_steps(config, end, flags):
             self._row(name, Text(text))
 
     def _row(self, name: str, *cells: Text, copied: bool = True) -> None:

@@ -26,7 +26,7 @@ from ray.tune.trainable import wrap_function
 
 from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError, first_line
 from raytrain_ddp.events import Eval, Event, SweepStop
@@ -183,7 +183,7 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     until_s = time.monotonic() + _LOCKED_S
     while True:
         try:
-            end = fit_locally(config(), membership=partial(TrialMembership, report))
+            end = fit(config(), local=True, membership=partial(TrialMembership, report))
             break
         except (ConfigError, DataError, DivergedError) as error:
             return {"cause": first_line(error)}

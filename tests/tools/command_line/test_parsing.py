@@ -22,7 +22,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.recipe_args import parse_with_recipe
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.fit import parse_fit
-from raytrain_ddp.run import parse as parse_run
+from raytrain_ddp.launcher.torchrun_flags import parse as parse_run
 
 # Command lines of the README, the docs, and the tests, and all fields that they change from the
 # default.

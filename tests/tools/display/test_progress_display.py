@@ -14,6 +14,7 @@ import pytest
 from event_records import event
 from rich.console import Console
 
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.tools import formatting
 from raytrain_ddp.tools.display import progress_display
@@ -33,13 +34,17 @@ RESULT = FitResult(
     monitor="top1",
     best={"loss": 0.05, "top1": 0.9889, "step": 253},
     last={"loss": 0.04, "top1": 0.9861, "step": 276},
-    path="runs/digits",
+    path=f"/long/{'x' * 90}/digits",
     best_checkpoint=None,
     last_checkpoint=None,
+    history=[{"kind": "train", "step": 10, "timing": {"split_s": {"data": 38, "compute": 62}}}],
     seconds={"start-up": 4.21, "training": 12.0, "total": 75.0},
 )
-MORE = [("run", f"/long/{'x' * 90}/digits"), ("evaluate", "raytrain evaluate runs/digits")]
-LIMIT = "waits for data 38 % of the time: more CPUs per worker, smaller images, less augmentation"
+CONFIG = TrainConfig(name="digits")
+LIMIT = (
+    "waits for data 38 % of the time: more scaling.cpus_per_worker, smaller images (convert), less "
+    "augmentation"
+)
 
 
 def train(step: int, **changes: object) -> dict[str, object]:
@@ -188,23 +193,26 @@ def test_failures_show_rank_message_and_traceback_without_control_codes():
 
 def test_the_summary_states_how_the_run_ended_and_breaks_no_path_or_command():
     shown = Display(live=False)
-    shown.summary("digits", RESULT, LIMIT, MORE)
-    assert shown.said.splitlines() == [
+    shown.summary(CONFIG, RESULT, " --local")
+    lines = shown.said.splitlines()
+    assert lines[:6] == [
         "",
         "digits: finished at step 276 of 276",
         "  best               step 253  top1 98.89 %  loss 0.05000",
         "  last               step 276  top1 98.61 %  loss 0.04000",
         "  time               start-up 4.2 s  training 12 s  total 1m15s",
         f"  training           {LIMIT}",
-        f"  run                {MORE[0][1]}",
-        "  evaluate           raytrain evaluate runs/digits",
     ]
+    more = {line[:19].strip(): line[19:].strip() for line in lines[6:]}
+    assert {"curves", "metrics", "evaluate", "predict", "report"} < {*more}
+    assert more["evaluate"] == f"python -m raytrain_ddp.evaluate {RESULT.path}"
+    assert more["train longer"].endswith(" --local --epochs 24")
     for width in (40, 80):
         shown = Display(live=True, width=width)
         with shown:
-            shown.summary("digits", RESULT, LIMIT, MORE)
+            shown.summary(CONFIG, RESULT, " --local")
         lines = [line.strip() for line in shown.said.splitlines()]
-        assert all(any(line.endswith(text) for line in lines) for _, text in MORE)
+        assert all(any(line.endswith(text) for line in lines) for text in more.values())
         assert LIMIT in " ".join(" ".join(lines).split())
         assert all(len(line) <= width for line in lines if "/long" not in line)
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from tiny import bits, newest, tiny_config
 
+from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import load, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import RaytrainError, RunLockedError, TaskError, status_of
 from raytrain_ddp.tools.report.run_files import read_run, state_of
 from raytrain_ddp.tools.sweep.__main__ import main, parse

@@ -27,7 +27,7 @@ from raytrain_ddp.config.sections import (
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.tasks.task_signature import check_task
+from raytrain_ddp.tasks.task_loading import check_task
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.optimizer.task_optimizer import load_optimizer, optimizer_of

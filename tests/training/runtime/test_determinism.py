@@ -29,10 +29,10 @@ from tiny import (
 )
 from torch import Tensor, nn
 
+from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import ConfigError
 
 SLOW = pytest.mark.slow
