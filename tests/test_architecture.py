@@ -33,7 +33,7 @@ RANKS = [
     {"data", "checkpoint", "membership"},
     {"tasks"},
     {"training"},
-    {"tools", "staging"},
+    {"tools", "formatting", "staging"},
     {"inference"},
     {"ray_backend"},
     {"driver"},
