@@ -21,11 +21,11 @@ DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "raytrain_ddp"
 sys.path.insert(0, str(DOCS.parent))  # mkdocs may run where the package is not installed
 
+
 from raytrain_ddp import events  # noqa: E402
 from raytrain_ddp.__main__ import COMMANDS, _command  # noqa: E402
+from raytrain_ddp.config.command_line import Flag  # noqa: E402
 from raytrain_ddp.config.field_types import listed  # noqa: E402
-from raytrain_ddp.config.flags import Flag  # noqa: E402
-from raytrain_ddp.config.help_page import default_of, help_of  # noqa: E402
 from raytrain_ddp.config.recipe import load_with_info, shipped_recipes  # noqa: E402
 from raytrain_ddp.config.train_config import TrainConfig  # noqa: E402
 
@@ -62,8 +62,8 @@ def table(flags: Iterable[Flag], free: bool = False) -> str:
     for flag in flags:
         name = flag.metavar if flag.positional else f"--{flag.name}"
         value = "" if flag.positional else listed(flag.takes.split("|"))
-        default = default_of(flag) or ("false" if flag.is_switch else "")
-        row = [f"`{name}`", cell(value), f"`{default}`" if default else "", cell(help_of(flag))]
+        default = flag.shown_default or ("false" if flag.is_switch else "")
+        row = [f"`{name}`", cell(value), f"`{default}`" if default else "", cell(flag.help)]
         rows.append(row + ["yes" if flag.metadata.get("free") else "no"] * free)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

@@ -18,10 +18,10 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].startswith(__name__)
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raytrain_ddp.config.input_sections import AugmentConfig as AugmentConfig
-    from raytrain_ddp.config.input_sections import DataConfig as DataConfig
+    from raytrain_ddp.config.sections import AugmentConfig as AugmentConfig
     from raytrain_ddp.config.sections import CheckpointConfig as CheckpointConfig
     from raytrain_ddp.config.sections import ComputeConfig as ComputeConfig
+    from raytrain_ddp.config.sections import DataConfig as DataConfig
     from raytrain_ddp.config.sections import DdpConfig as DdpConfig
     from raytrain_ddp.config.sections import EmaConfig as EmaConfig
     from raytrain_ddp.config.sections import EvalConfig as EvalConfig
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from raytrain_ddp.tools.report.write import report as report
 
 _NAMES = {  # module -> what it offers
-    "config.input_sections": "AugmentConfig DataConfig",
-    "config.sections": "CheckpointConfig ComputeConfig DdpConfig EmaConfig EvalConfig LogConfig "
-    "LossConfig ModelConfig OptimConfig ScalingConfig ScheduleConfig StopConfig",
+    "config.sections": "AugmentConfig CheckpointConfig ComputeConfig DataConfig DdpConfig "
+    "EmaConfig EvalConfig LogConfig LossConfig ModelConfig OptimConfig ScalingConfig "
+    "ScheduleConfig StopConfig",
     "config.train_config": "TrainConfig",
     "data.loading.own_sources": "ArraySource IterableSource MapSource",
     "data.loading.sources": "Data Source",

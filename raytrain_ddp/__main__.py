@@ -10,7 +10,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from raytrain_ddp.config.help_page import summary
 from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
@@ -77,13 +76,7 @@ def parser() -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about)
         for flag in _module(name).COMMAND.flags(config=TrainConfig()):
-            names = [f"--{flag.name}", *[f"--{flag.negated()}"] * flag.is_switch]
-            action: Any = command.add_argument(
-                *([flag.positional] if flag.positional else names),
-                nargs=flag.nargs or 1,
-                help=summary(flag).replace("%", "%%"),
-                choices=flag.choices or None,
-            )
+            action = flag.add_to(command)
             if not flag.choices:  # files, as shtab.FILE
                 action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
     return whole

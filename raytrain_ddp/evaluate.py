@@ -12,10 +12,9 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.flags import flat, positional
+from raytrain_ddp.config.command_line import Command, flat, positional
+from raytrain_ddp.config.field_types import MAY_BE_EMPTY
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import MAY_BE_EMPTY
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import Eval, Plan
 from raytrain_ddp.files import expanded

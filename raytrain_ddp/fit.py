@@ -11,11 +11,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.config.command_line import Command, given_flags
-from raytrain_ddp.config.environment import under_torchrun
-from raytrain_ddp.config.process import run_command
+from raytrain_ddp.config.field_types import ADDRESS
+from raytrain_ddp.config.process import run_command, under_torchrun
 from raytrain_ddp.config.recipe import default_name, described, dumps
-from raytrain_ddp.config.rules import require_effect
-from raytrain_ddp.config.validation import ADDRESS
+from raytrain_ddp.config.train_config import require_effect
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
 

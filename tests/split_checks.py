@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from parquet_files import png
 from PIL import Image
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, locate, open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.splits import Splits, open_splits

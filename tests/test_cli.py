@@ -18,8 +18,7 @@ from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.config.automatic import settled
-from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.recipe import load, settled
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.errors import PreflightError

@@ -19,9 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict, to_dict
-from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfig
+from raytrain_ddp.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.own_sources import ArraySource
 from raytrain_ddp.data.loading.sources import Batch, Data

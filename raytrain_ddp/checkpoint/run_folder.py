@@ -33,10 +33,8 @@ from raytrain_ddp.checkpoint.store import (
     MANIFEST_FILE,
     CheckpointStore,
 )
-from raytrain_ddp.config.paths import absolute_path, moved_with, with_paths
-from raytrain_ddp.config.recipe import from_dict, loads
+from raytrain_ddp.config.recipe import absolute_path, from_dict, loads, moved_with, with_paths
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
-from raytrain_ddp.config.withdrawn import still_read
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -139,7 +137,7 @@ def config_of(checkpoint: Checkpoint) -> TrainConfig:
     Raises:
         ConfigError: another version wrote it.
     """
-    config = from_dict(still_read(checkpoint.manifest.config), where=str(checkpoint))
+    config = from_dict(checkpoint.manifest.config, str(checkpoint), for_training=False)
     folder, name = split_last(split_last(checkpoint.storage.address)[0])
     return _at_home(config, folder) if name == CHECKPOINTS else config
 

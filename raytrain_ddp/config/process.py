@@ -1,4 +1,5 @@
-"""The process of a command: its exit status, errors without a traceback, broken pipes."""
+"""The process of a command: its exit status, errors without a traceback, broken pipes; its CPUs,
+and its place among those of torchrun."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from raytrain_ddp.config.validation import CONTROL
-from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, status_of
+from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, printable, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
 _PRINT_REMAINS = {"jaxlib", "onnx", "triton"}
@@ -54,10 +54,8 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
         if not isinstance(error, RaytrainError) and error.name != "ray":
             raise
         known = error if isinstance(error, RaytrainError) else PreflightError(_NO_RAY)
-        escaped = CONTROL.sub(
-            lambda found: found[0] if found[0] in "\n\t" else ascii(found[0])[1:-1], str(known)
-        )  # such as in the name of a file
-        print(f"error: {escaped}", file=sys.stderr)
+        lines = map(printable, str(known).split("\n"))  # such as the name of a file
+        print("error:", "\n".join(lines), file=sys.stderr)
         return status_of(known)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
@@ -113,3 +111,50 @@ def _open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+
+
+# ------------------------------------------------------------------ the environment
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or its elastic agent) started this process. Then the workers already exist;
+    also, torchrun parses a ``--local`` after the script's name as one of its own options."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ranks_of_launcher() -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets; 0, 1 and 0 without it.
+
+    Raises:
+        PreflightError: they do not fit together.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    words = [os.environ.get(name, default) for name, default in defaults.items()]
+    rank, size, local_rank = (int(w) if w.isdecimal() and len(w) < 7 else -1 for w in words)
+    torch, port = sys.modules.get("torch"), os.environ.get("MASTER_PORT", "")
+    is_initialized = torch is not None and torch.distributed.is_initialized()  # by the caller
+    has_address = bool(os.environ.get("MASTER_ADDR")) and port.isdecimal() and int(port) < 65536
+    can_meet = size == 1 or is_initialized or has_address
+    if not 0 <= rank < size or local_rank < 0 or not can_meet:
+        names = [*defaults, *([] if can_meet else ["MASTER_ADDR", "MASTER_PORT"])]
+        given = ", ".join(f"{name} = {os.environ.get(name, 'not set')}" for name in names)
+        raise PreflightError(
+            f"the environment has {given}: start with torchrun, which sets these, or unset them."
+        )
+    return rank, size, local_rank
+
+
+def usable_cpus(environ: Mapping[str, str] = os.environ) -> int:
+    """The CPUs that this process may use: those of its affinity mask, and, within a Slurm job, no
+    more than those of its task."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    in_step = "SLURM_STEP_ID" in environ  # else the job's script, which may use what the node gave
+    given = environ.get("SLURM_CPUS_PER_TASK" if in_step else "SLURM_CPUS_ON_NODE", "")
+    return min(cpus, int(given)) if given.isdecimal() and int(given) else cpus
+
+
+def cpus_of_process(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's share of the CPUs, whatever OMP_NUM_THREADS says (torchrun sets 1)."""
+    local = environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, usable_cpus(environ) // max(1, int(local) if local.isdecimal() else 1))

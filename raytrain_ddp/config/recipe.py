@@ -1,30 +1,36 @@
-"""A config as plain data: dicts (between processes), TOML files (for people), and what changed.
+"""A config as plain data: dicts (between processes), TOML files (for people), and what changed;
+what auto becomes; where its paths are.
 
-Imports nothing heavy; the fields themselves are in train_config.py.
+Imports nothing heavy; the fields themselves are in train_config.py. The fact ``path`` of a field
+gives the kind of path: folder, data, code, weights or options.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from raytrain_ddp.config.automatic import settled_if_alike
-from raytrain_ddp.config.field_types import Section, as_text, checked, facts, setting
-from raytrain_ddp.config.paths import (
-    absolute_path,
-    changed_path,
-    moved_with,
-    with_paths,
+from raytrain_ddp.config.field_types import (
+    Section,
+    as_text,
+    facts,
+    own_fields,
+    setting,
+    value_of,
+    with_values,
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, is_ignored, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
+from raytrain_ddp.files import absolute
 from raytrain_ddp.uri import shareable, without_secrets
 
 if sys.version_info >= (3, 11):
@@ -32,7 +38,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+S = TypeVar("S", bound=Section)
 _WIDTH = 100
+Change = Callable[[str], str]
+# Ampere and later, by the names that Ray gives accelerators. Others count as without bf16.
+_HAS_BF16 = re.compile(r"(A|H|L|B|GH|GB)\d+[A-Z]?(-.*)?|GeForce-RTX-[3-5]0.*|RTX-(A|PRO).*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +67,9 @@ class RecipeInfo(Section, name="recipe"):
 
     def page(self, name: str) -> str:
         """All fields, as lines for a terminal."""
-        rows = {name: self.about, "source": self.source, "expected": self.expected}
-        rows |= {"GPU hours": self.gpu_hours, "reached": self.reached}
-        rows |= {f"differs: {key}": why for key, why in self.differs.items()}
+        rows = {name: self.about} | {k.replace("gpu_", "GPU "): v for k, v in vars(self).items()}
+        rows |= {f"differs: {key}": why for key, why in rows.pop("differs").items()}
+        del rows["about"]
         return "".join(_filled(f"{title}: {text}") for title, text in rows.items() if text)
 
 
@@ -69,42 +79,51 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     return plain
 
 
-def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
-    """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
-    config: TrainConfig = _read(TrainConfig, values, where)
-    return config
+def from_dict(
+    values: Mapping[str, Any], where: str = "config", for_training: bool = True
+) -> TrainConfig:
+    """The inverse of `to_dict`.
+
+    Args:
+        where: names the values in messages.
+        for_training: otherwise, withdrawn fields, which affected only training, are passed over.
+
+    Raises:
+        ConfigError: lists every unknown field and every wrong type in `values`.
+    """
+    return _read(TrainConfig, values, where, for_training)
 
 
-def _read(section: type[Section], values: Mapping[str, Any], where: str, prefix: str = "") -> Any:
+def _read(kind: type[S], values: Mapping[str, Any], where: str, for_training: bool = True) -> S:
     wrong: list[str] = []
-    built = _built(section, values, wrong, prefix)
+    built = _built(kind, values, wrong, for_training)
     if wrong:
         raise ConfigError(f"{where}: {' '.join(wrong)}")
     return built
 
 
-def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], prefix: str) -> Any:
+def _built(kind: type[S], values: Mapping[str, Any], wrong: list[str], for_training: bool) -> S:
     """A section of `values`; `wrong` receives a sentence for each error."""
-    kinds, given = section.kinds(), dict[str, Any]()
-    for name, value in values.items():
-        if is_ignored(prefix + name, value):
-            continue
-        if name not in kinds:
-            hint = withdrawn(prefix + name) or did_you_mean(
-                prefix + name, [prefix + kind for kind in kinds]
-            )
-            wrong.append(f"there is no field {in_one_line(prefix + name)}.{hint}")
-        elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
-            given[name] = _built(cast(Any, kinds[name]), value, wrong, f"{prefix}{name}.")
-        else:
-            given[name] = value
+    fields, given = own_fields(kind), dict[str, Any]()  # type: ignore[arg-type]
+    for key, value in values.items():
+        field, name = fields.get(key), f"{kind.section}.{key}".lstrip(".")
+        try:
+            if is_ignored(name, value, for_training):
+                continue
+            if field is None:
+                hint = withdrawn(name) or did_you_mean(name, [f.name for f in fields.values()])
+                wrong.append(f"there is no field {in_one_line(name)}.{hint}")
+            elif dataclasses.is_dataclass(field.kind) and isinstance(value, Mapping):
+                given[key] = _built(cast(Any, field.kind), value, wrong, for_training)
+            else:
+                given[key] = field.checked(value)
+        except ConfigError as error:
+            wrong.append(str(error))
     try:
-        if not wrong:  # sections are compared only once each is right
-            return section(**given)
-        wrong += checked(section, given)[1]
+        return kind() if wrong else kind(**given)  # compared only once each value is right
     except ConfigError as error:
         wrong.append(str(error))
-    return section()
+        return kind()
 
 
 def load(path_or_name: str) -> TrainConfig:
@@ -146,8 +165,8 @@ def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
     about = values.pop("recipe", {})
     if not isinstance(about, dict):
         raise ConfigError(f"{where}: recipe = {about!r}: must be a table [recipe].")
-    info: RecipeInfo = _read(RecipeInfo, about, where, "recipe.")
-    return from_dict(values, where=where), info
+    info = _read(RecipeInfo, about, where)
+    return from_dict(values, where), info
 
 
 def described(path_or_name: str | None) -> str:
@@ -260,3 +279,131 @@ def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from fields_of(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+# ------------------------------------------------------------------ what auto becomes
+
+
+def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
+    """The config with values for fields that say auto, before workers start: bf16 and channels_last
+    on GPUs that have bf16 in hardware; fp32 and contiguous elsewhere.
+
+    The same command finds the run again, and continues it with the same values.
+    """
+    chosen = {"precision": "bf16" if has_bf16 else "fp32", "channels_last": has_bf16}
+    return settled_as_begun(config, {"compute": chosen})
+
+
+def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
+    """The config with each auto replaced by the run's value; `begun` holds nested tables."""
+    then = begun.get("compute", {})
+    values = {f"compute.{name}": then.get(name, "auto") for name in _automatic(config)}
+    return with_values(config, values)
+
+
+def settled_if_alike(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
+    """Like `settled_as_begun` if auto could have chosen the run's values; else the same config."""
+    then, names = begun.get("compute", {}), _automatic(config)
+    both = (settled(config, has_bf16) for has_bf16 in (False, True))
+    alike = (c for c in both if all(then.get(n) == getattr(c.compute, n) for n in names))
+    return next(alike, config)
+
+
+def _automatic(config: TrainConfig) -> list[str]:
+    return [n for n in ("precision", "channels_last") if getattr(config.compute, n) == "auto"]
+
+
+def settled_note(before: TrainConfig, after: TrainConfig) -> str:
+    """What was chosen for GPUs; "" if nothing was."""
+    layout = "channels_last" if after.compute.channels_last else "contiguous"
+    text = f"On these GPUs: {after.compute.precision}, {layout} images (auto)."
+    return text if before.compute != after.compute else ""
+
+
+def have_bf16(nodes: Iterable[Mapping[str, float]]) -> bool:
+    """Whether all GPUs have bf16 in hardware, by the resources of each node of a Ray cluster."""
+    kinds = [
+        [name.partition(":")[2] for name in node if name.startswith("accelerator_type:")]
+        for node in nodes
+        if node.get("GPU", 0) > 0
+    ]
+    return bool(kinds) and all(of and all(map(_HAS_BF16.fullmatch, of)) for of in kinds)
+
+
+# ------------------------------------------------------------------ paths
+
+
+def with_paths(config: TrainConfig, change: Change) -> TrainConfig:
+    """Returns a copy in which each path and URI is replaced by what `change` returns for it."""
+    made: dict[str, Any] = {}
+    for name, kind in facts(TrainConfig, "path").items():
+        value = value_of(config, name)
+        new = changed_path(kind, value, change)
+        if new != value:
+            made[name] = new
+    return with_values(config, made)
+
+
+def changed_path(kind: str, value: Any, change: Change) -> Any:
+    """Returns the value of a field of this kind, its path replaced by what `change` returns."""
+    if isinstance(value, Mapping) and kind == "options":
+        return {name: changed_path("option", each, change) for name, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    if kind == "code":
+        place, colon, name = value.rpartition(":")
+        return f"{change(place)}{colon}{name}" if place.endswith(".py") else value
+    return change(value) if _is_path(kind, value) else value
+
+
+def _is_path(kind: str, value: str) -> bool:
+    if kind == "data":
+        return not is_by_name(value)
+    if kind == "weights":  # names of runs and files have become absolute: see check_weights
+        return os.path.isabs(value) or "://" in value
+    if kind == "option":  # the user's task decides what it means
+        looks_like_one = "/" in value or os.path.splitext(value)[1][1:].isalpha()
+        return os.path.isabs(value) or (looks_like_one and _exists(value))
+    return kind == "folder"
+
+
+def is_by_name(source: str) -> bool:
+    """Whether data are found by their name, on any machine."""
+    return source == "digits" or (
+        source.startswith(("torchvision:", "hf:")) and "://" not in source
+    )
+
+
+def absolute_path(path: str) -> str:
+    """Makes a path absolute like `absolute`; removes the trailing slash of a URI."""
+    if "://" in path:
+        place, mark, query = path.partition("?")
+        return f"{place.rstrip('/') if place[-3:] != '://' else place}{mark}{query}"
+    is_pattern = glob.escape(path) != path and not os.path.lexists(path)
+    if is_pattern and not path.startswith(("/", "~")):
+        return absolute(os.path.join(glob.escape(os.getcwd()), path))
+    return absolute(path)
+
+
+def moved_with(before: str, now: str) -> Change:
+    """Returns a function that finds the paths of a run whose folder was `before` and is now `now`.
+
+    If a path no longer exists, the one at the same place relative to the run's folder is used.
+    Relative paths, of earlier versions, started in the folder that held the storage.
+    """
+    if "://" in now or not os.path.isabs(before):
+        return lambda path: path
+
+    def find(path: str) -> str:
+        if "://" in path or _exists(path):
+            return path
+        start = os.path.join(os.path.dirname(os.path.dirname(before)), os.path.expanduser(path))
+        beside = os.path.normpath(os.path.join(now, os.path.relpath(start, before)))
+        return beside if _exists(beside) else path
+
+    return find
+
+
+def _exists(path: str) -> bool:
+    path = os.path.expanduser(path)
+    return os.path.exists(path) or any(glob.iglob(path, recursive=True))

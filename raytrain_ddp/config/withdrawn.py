@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
@@ -55,13 +54,9 @@ def withdrawn(name: str) -> str:
     return f" It was withdrawn: {WITHDRAWN[name]}." if name in WITHDRAWN else ""
 
 
-def is_ignored(name: str, value: object) -> bool:
-    """Whether a field of an earlier run is withdrawn and its value had no effect."""
+def is_ignored(name: str, value: object, for_training: bool = True) -> bool:
+    """Whether a field of an earlier run is withdrawn and its value had no effect; or none on
+    anything but training."""
+    if not for_training and (name in DEFAULTS or (name, value) == ("ddp.compression", "powersgd")):
+        return True
     return name in _IGNORED or (name, value) in DEFAULTS.items()
-
-
-def still_read(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Removes withdrawn fields, which affected only training, from the config of a checkpoint."""
-    below = {k: still_read(v, f"{k}.") if isinstance(v, Mapping) else v for k, v in tables.items()}
-    kept = {name: value for name, value in below.items() if prefix + name not in DEFAULTS}
-    return {k: v for k, v in kept.items() if f"{prefix}{k}={v}" != "ddp.compression=powersgd"}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
+from raytrain_ddp.config.sections import TORCHVISION_ROOT, DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locate_evaluation
 from raytrain_ddp.data.discovery.file_listing import EXTENSIONS, counted, is_image, list_on_disk
 from raytrain_ddp.data.formats.labels import (

@@ -12,8 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.config.paths import is_by_name
-from raytrain_ddp.config.recipe import default_name, publishable, shipped_recipes
+from raytrain_ddp.config.recipe import default_name, is_by_name, publishable, shipped_recipes
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.recipe_args import FIT, command

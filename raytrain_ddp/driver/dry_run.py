@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
-from raytrain_ddp.config.automatic import settled
-from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.config.rules import effect_notes, step_notes, unread_notes
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.recipe import dumps, publishable, settled
+from raytrain_ddp.config.train_config import TrainConfig, effect_notes, step_notes, unread_notes
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import NamedRun, find_run, new_code_note

@@ -13,11 +13,9 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.automatic import settled, settled_note
-from raytrain_ddp.config.environment import ranks_of_launcher, under_torchrun
-from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.config.rules import effect_notes
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.process import ranks_of_launcher, under_torchrun
+from raytrain_ddp.config.recipe import dumps, publishable, settled, settled_note
+from raytrain_ddp.config.train_config import TrainConfig, effect_notes
 from raytrain_ddp.driver.preflight import answered, check, try_model
 from raytrain_ddp.driver.result import (
     FitResult,

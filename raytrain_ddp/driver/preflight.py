@@ -12,10 +12,8 @@ from typing import TypeVar
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import forget_storages, newest_manifest, run_storage
 from raytrain_ddp.config.field_types import value_of
-from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
-from raytrain_ddp.config.paths import absolute_path, with_paths
-from raytrain_ddp.config.recipe import fields_of, flat
-from raytrain_ddp.config.sections import ModelConfig
+from raytrain_ddp.config.recipe import absolute_path, fields_of, flat, with_paths
+from raytrain_ddp.config.sections import TORCHVISION_ROOT, DataConfig, ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits

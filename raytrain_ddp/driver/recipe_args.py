@@ -9,13 +9,10 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.field_types import fields_below, value_of
-from raytrain_ddp.config.flags import flat, positional
+from raytrain_ddp.config.command_line import Command, flat, is_flag, positional
+from raytrain_ddp.config.field_types import fields_below, require, require_no_control, value_of
 from raytrain_ddp.config.recipe import load, shipped_recipes
-from raytrain_ddp.config.rules import idle
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import is_flag, require, require_no_control
+from raytrain_ddp.config.train_config import TrainConfig, idle
 from raytrain_ddp.errors import ConfigError
 
 FIT = "python -m raytrain_ddp.fit"
@@ -71,12 +68,12 @@ def command(config: TrainConfig, base: str | None = None) -> str:
     """
     before, without = load(base) if base else TrainConfig(), idle(config)
     words = [base] if base else []
-    for name, each in fields_below(TrainConfig):
-        value = value_of(config, name)
+    for each in fields_below(TrainConfig):
+        name, value = each.name, value_of(config, each.name)
         if value == value_of(before, name) or name in without:  # the latter would be an error
             continue
         section, dot, last = name.replace("_", "-").rpartition(".")
-        if each.type == "bool":
+        if each.kind is bool:
             words.append(f"--{section}{dot}{'' if value else 'no-'}{last}")
         else:
             words += _with_value(name, value)

@@ -39,10 +39,16 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
-from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.field_types import facts
-from raytrain_ddp.config.paths import is_by_name
-from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable, to_dict
+from raytrain_ddp.config.recipe import (
+    changed_fields,
+    dumps,
+    is_by_name,
+    parse,
+    publishable,
+    settled_as_begun,
+    to_dict,
+)
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.driver.preflight import answered, fingerprints, is_complete

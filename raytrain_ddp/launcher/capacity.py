@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
+from raytrain_ddp.config.field_types import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.run_options import RunFlags

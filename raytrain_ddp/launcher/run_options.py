@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.config.validation import (
+from raytrain_ddp.config.field_types import (
     ADDRESS,
     LEAST_OF_RESOURCE,
     MAY_BE_EMPTY,

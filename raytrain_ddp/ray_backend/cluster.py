@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from raytrain_ddp.config.automatic import have_bf16
+from raytrain_ddp.config.recipe import have_bf16
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raytrain_ddp.config.environment import usable_cpus
+from raytrain_ddp.config.field_types import require
+from raytrain_ddp.config.process import usable_cpus
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 
 _NO_GPU = "check nvidia-smi and CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False"

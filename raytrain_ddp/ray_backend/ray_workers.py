@@ -26,7 +26,7 @@ from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, Us
 from ray.util import remove_placement_group
 
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.paths import absolute_path
+from raytrain_ddp.config.recipe import absolute_path
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import ControllerStarted, Died, Placed
 from raytrain_ddp.membership.process_group import collective_timeout, nccl_settings

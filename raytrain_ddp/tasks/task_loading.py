@@ -24,8 +24,7 @@ from typing import Any, cast
 
 from raytrain_ddp import user_code
 from raytrain_ddp.config.field_types import as_text
-from raytrain_ddp.config.rules import watched
-from raytrain_ddp.config.train_config import TaskName, TrainConfig
+from raytrain_ddp.config.train_config import TaskName, TrainConfig, watched
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean

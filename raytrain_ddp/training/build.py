@@ -16,10 +16,9 @@ from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.config.field_types import value_of
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.field_types import require, value_of
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.formats.labels import some_names, were_numbers
 from raytrain_ddp.data.loading.loader import (
     TrainLoader,

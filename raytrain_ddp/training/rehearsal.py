@@ -26,7 +26,7 @@ from raytrain_ddp.checkpoint.snapshot import encode
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.checkpoint.streams import joined
 from raytrain_ddp.checkpoint.tensor_places import TensorPlaces
-from raytrain_ddp.config.automatic import settled
+from raytrain_ddp.config.recipe import settled
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import tried
 from raytrain_ddp.data.loading.nested import bytes_of, to_device

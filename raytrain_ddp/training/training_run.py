@@ -20,7 +20,7 @@ from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.recipe import publishable, to_dict
-from raytrain_ddp.config.rules import step_notes, unread_notes
+from raytrain_ddp.config.train_config import step_notes, unread_notes
 from raytrain_ddp.data.loading.loader import memory_note
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import DivergedError, first_names

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import run_cli
 
-from raytrain_ddp.config import input_sections, recipe, sections
+from raytrain_ddp.config import recipe, sections
 from raytrain_ddp.config.recipe import (
     changed_fields,
     dumps,
@@ -72,7 +72,7 @@ def test_equivalent_python_values_are_accepted():
         epochs=np.int64(3),
         task_options={"a": 3, "b": True, "c": 0.5, "d": "x"},
         exact=np.bool_(True),
-        data=input_sections.DataConfig(
+        data=sections.DataConfig(
             source=Path("photos"), mean=[0.5, 0.5, 1], std=np.array([1, 0.5, 0.25])
         ),
         optim=sections.OptimConfig(lr=np.float32(0.5)),
@@ -88,7 +88,7 @@ def test_equivalent_python_values_are_accepted():
 def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
     where = "endpoint_override=http%3A%2F%2F10.0.0.1%3A9000&scheme=http"
     secret = f"s3://key:canary@bucket/images?secret_key=canary&region=x&{where}"
-    data = input_sections.DataConfig(source=secret, eval_source=secret)
+    data = sections.DataConfig(source=secret, eval_source=secret)
     config = TrainConfig(storage=secret, data=data)
     assert "canary" not in dumps(publishable(config))
     for written in (publishable(config).storage, publishable(config).data.source):
@@ -98,7 +98,7 @@ def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
     assert changed_fields(written, config) == []  # the run continues with the same flags
     elsewhere = dataclasses.replace(data, source="s3://bucket/images?region=y")
     assert changed_fields(written, dataclasses.replace(config, data=elsewhere)) == []
-    other = dataclasses.replace(config, data=input_sections.DataConfig(source="s3://other/images"))
+    other = dataclasses.replace(config, data=sections.DataConfig(source="s3://other/images"))
     assert [name for name, _, _ in changed_fields(written, other)] == [
         *("data.source", "data.eval_source"),
     ]

@@ -12,7 +12,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrain_ddp.config import input_sections, recipe, sections
+from raytrain_ddp.config import recipe, sections
 from raytrain_ddp.config.recipe import changed_fields, dumps, from_dict, load, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
@@ -30,7 +30,7 @@ configs = st.builds(
     seed=st.integers(0, 2**63 - 1),
     epochs=st.integers(1, 10**6),
     data=st.builds(
-        input_sections.DataConfig,
+        sections.DataConfig,
         source=texts(min_size=1),
         eval_source=st.none() | texts(),
         mean=st.tuples(*[st.floats(0, 1)] * 3),

@@ -13,10 +13,10 @@ import pytest
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.config.environment import ranks_of_launcher
+from raytrain_ddp.config.process import ranks_of_launcher
 from raytrain_ddp.config.recipe import dumps, flat, load, shipped_recipes
-from raytrain_ddp.config.rules import effect_notes, idle, unread_notes, watched
 from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.train_config import effect_notes, idle, unread_notes, watched
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.recipe_args import command
 from raytrain_ddp.errors import ConfigError, PreflightError

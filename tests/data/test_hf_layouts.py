@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from split_checks import Parts, found_at, of_datasets, of_ours, parts_of, write
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import open_data_set
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import DataError, PreflightError

@@ -24,8 +24,7 @@ from tiny import WorkerResult, bits, plain, run_tiny, tiny_config
 from torch.utils.data import DataLoader
 
 from raytrain_ddp import errors
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import CheckpointConfig
+from raytrain_ddp.config.sections import CheckpointConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads

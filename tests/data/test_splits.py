@@ -20,7 +20,7 @@ from split_checks import (
     write,
 )
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import open_data_set
 from raytrain_ddp.data.discovery.file_listing import EXTENSIONS
 from raytrain_ddp.data.discovery.split_names import ROLE_OF

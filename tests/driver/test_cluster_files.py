@@ -20,8 +20,7 @@ from cluster_checks import (
 )
 from processes import ROOT, run_cli
 
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.sections import DataConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.cluster_files import Kind, Machines, emit, machines
 from raytrain_ddp.fit import parse_fit

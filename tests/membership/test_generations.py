@@ -19,8 +19,13 @@ from processes import Group
 from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
 
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.sections import (
+    DataConfig,
+    EmaConfig,
+    LogConfig,
+    OptimConfig,
+    ScalingConfig,
+)
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import Plan

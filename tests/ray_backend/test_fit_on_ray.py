@@ -40,8 +40,7 @@ from tiny import newest
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import read_events
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config.automatic import settled
-from raytrain_ddp.config.recipe import dumps, load
+from raytrain_ddp.config.recipe import dumps, load, settled
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import End

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.config.environment import cpus_of_process, usable_cpus
+from raytrain_ddp.config.process import cpus_of_process, usable_cpus
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit

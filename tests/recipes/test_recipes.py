@@ -18,9 +18,8 @@ from torchvision import datasets
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.config.recipe import flat, load, load_with_info, shipped_recipes
-from raytrain_ddp.config.rules import idle
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, EvalConfig, LogConfig
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.train_config import TrainConfig, idle
 from raytrain_ddp.tasks.model_zoo import build
 from raytrain_ddp.tasks.task_loading import load_task
 

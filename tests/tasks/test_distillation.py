@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import get_model
 
 from raytrain_ddp import fit_locally
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.sections import AugmentConfig, DataConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tasks.task_loading import load_task
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.tasks.task_loading import imported

@@ -25,8 +25,14 @@ from torchmetrics import MeanAbsoluteError, R2Score
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
 from raytrain_ddp import fit_locally
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.sections import LossConfig, ModelConfig, OptimConfig, ScheduleConfig
+from raytrain_ddp.config.sections import (
+    AugmentConfig,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import DataError

@@ -189,7 +189,7 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
     """Trains like `fit` on one worker of a group; returns the last step."""
     import torch
 
-    from raytrain_ddp.config.automatic import settled
+    from raytrain_ddp.config.recipe import settled
     from raytrain_ddp.driver.fit_driver import write_config
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import take_part

@@ -44,11 +44,11 @@ from torch.nn.functional import cross_entropy
 from warm_python import WarmPython
 
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
-from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
+    DataConfig,
     OptimConfig,
     ScheduleConfig,
 )

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.formats.labels import hugging_face_names
 from raytrain_ddp.data.formats.shard import (
     NO_FILE,

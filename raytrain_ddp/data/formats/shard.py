@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.formats.labels import STRINGS, check_targets, is_label
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (

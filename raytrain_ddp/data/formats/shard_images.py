@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.formats.file_formats import open_shards
 from raytrain_ddp.data.formats.labels import (
     Labels,

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.file_listing import EXTENSIONS, leftover_in
 from raytrain_ddp.data.formats.shard import (
     Opened,

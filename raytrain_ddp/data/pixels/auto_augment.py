@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.sections import AugmentConfig
 
 Policy = Literal["none", "randaugment", "trivial", "augmix"]
 

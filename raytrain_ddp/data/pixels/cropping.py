@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.sections import AugmentConfig
 from raytrain_ddp.data.pixels.decoding import EncodedImage, Pixels, open_encoded_image, shrink_for
 
 _TRIES = 10

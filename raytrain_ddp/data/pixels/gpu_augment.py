@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.sections import AugmentConfig
 from raytrain_ddp.data.order.sample_rng import Rows
 
 _TRIES = 10

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.sources import Batch, Data, ImageSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.config.command_line import Command, given_flags
+from raytrain_ddp.config.field_types import require, require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.rules import require_effect
-from raytrain_ddp.config.validation import require, require_least
+from raytrain_ddp.config.train_config import require_effect
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tools.formatting import plural

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.command_line import Command, positional
+from raytrain_ddp.config.field_types import ADDRESS, MAY_BE_EMPTY, require, require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require, require_least
 from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.tools.formatting import format_data
 

@@ -18,7 +18,7 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import DATASET_FILE, locate
 from raytrain_ddp.data.order.epoch_order import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names

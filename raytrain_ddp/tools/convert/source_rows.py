@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
 from raytrain_ddp.data.formats.file_formats import open_shards
 from raytrain_ddp.data.formats.labels import NoLabelsError

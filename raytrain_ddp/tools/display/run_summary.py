@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 from raytrain_ddp.checkpoint.run_folder import CURVES_FILE, LOGS, METRICS_FILE, TENSORBOARD
-from raytrain_ddp.config.rules import IMAGES
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.train_config import IMAGES, TrainConfig
 from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.uri import below
 

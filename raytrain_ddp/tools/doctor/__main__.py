@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 
 from raytrain_ddp.config.command_line import Command, given_flags
+from raytrain_ddp.config.field_types import ADDRESS
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import ADDRESS
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.records import json_of

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.command_line import Command, positional
+from raytrain_ddp.config.field_types import require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import require_least
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.tools.staging import Staging

@@ -9,10 +9,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.command_line import Command, positional
+from raytrain_ddp.config.field_types import ADDRESS, MAY_BE_EMPTY, require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require_least
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.tools.formatting import plural

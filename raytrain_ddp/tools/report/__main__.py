@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.command_line import Command, positional
+from raytrain_ddp.config.field_types import require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import require_least
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
+from raytrain_ddp.config.sections import TORCHVISION_ROOT
 from raytrain_ddp.errors import ConfigError, DataError, RaytrainError
 from raytrain_ddp.tools.report.page import Cell, Part, Table
 from raytrain_ddp.tools.report.run_files import Run, state_of

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.config.command_line import Command, given_flags
-from raytrain_ddp.config.field_types import as_text
+from raytrain_ddp.config.field_types import ADDRESS, as_text, require_least
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
 

@@ -7,10 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raytrain_ddp.config.field_types import as_text, fields_below
+from raytrain_ddp.config.field_types import as_text, fields_below, scalar
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import scalar
 from raytrain_ddp.errors import ConfigError
 
 Point = Mapping[str, str | int | float | bool | None]
@@ -69,8 +68,8 @@ def _dimension(word: str) -> Dimension:
     except ValueError:
         is_range = False
     if is_range:
-        kinds = {each: about.type for each, about in fields_below(TrainConfig)}
-        if "float" not in str(kinds.get(field, "float")).split(" | "):
+        kinds = {each.name: each.members for each in fields_below(TrainConfig)}
+        if float not in kinds.get(field, [float]):
             raise ConfigError(f"--space {word}: {field} takes no range, but a list of values.")
         return Dimension(field, "loguniform" if is_log else "uniform", (low, high))
     values = [None if part == "None" else scalar(part) for part in text.split(",")]

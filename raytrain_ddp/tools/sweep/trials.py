@@ -23,10 +23,15 @@ from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, SWEEP_FILE
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.command_line import given_flags
 from raytrain_ddp.config.field_types import as_text
-from raytrain_ddp.config.paths import absolute_path, with_paths
-from raytrain_ddp.config.recipe import changed_fields, default_name, publishable, to_dict
-from raytrain_ddp.config.rules import require_effect
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.recipe import (
+    absolute_path,
+    changed_fields,
+    default_name,
+    publishable,
+    to_dict,
+    with_paths,
+)
+from raytrain_ddp.config.train_config import TrainConfig, require_effect
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.driver.preflight import answered, check, try_model
 from raytrain_ddp.driver.recipe_args import command

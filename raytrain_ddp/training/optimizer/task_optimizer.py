@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.config.sections import OptimConfig
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import group_rules
+from raytrain_ddp.config.train_config import TrainConfig, group_rules
 from raytrain_ddp.errors import CheckpointError, ConfigError, TaskError, did_you_mean, first_names
 from raytrain_ddp.tasks.model_parts import head_of, matching, require_matches
 from raytrain_ddp.tasks.task import Task

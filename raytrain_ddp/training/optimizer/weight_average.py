@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from raytrain_ddp.config.field_types import require
 from raytrain_ddp.config.sections import EmaConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import REALS, buffers_of, flat, spread
 from raytrain_ddp.training.optimizer.task_optimizer import averages, parameters_of

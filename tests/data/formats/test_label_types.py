@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import png
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.splits import Splits, open_splits
 from raytrain_ddp.errors import DataError
 

@@ -15,8 +15,8 @@ import pytest
 from parquet_files import png, with_class_names, write_parquet
 from split_checks import folder, labels_of, lines, splits_of
 
-from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats.labels import Labels, name_of
 from raytrain_ddp.data.formats.shard_images import ShardImages

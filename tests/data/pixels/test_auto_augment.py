@@ -12,7 +12,7 @@ import torch
 from pictures import picture
 from torch import Tensor
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.sections import AugmentConfig
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.cropping import center_into, place_image, to_tensor

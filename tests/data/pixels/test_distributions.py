@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.sections import AugmentConfig
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.cropping import crop_draws, random_box, shift_of
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes

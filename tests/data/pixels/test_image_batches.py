@@ -14,7 +14,7 @@ import torch
 from parquet_files import png
 from PIL import Image
 
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import Draws

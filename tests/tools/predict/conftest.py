@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import EmaConfig, LogConfig, ModelConfig
+from raytrain_ddp.config.sections import DataConfig, EmaConfig, LogConfig, ModelConfig
 
 LOG = LogConfig(tensorboard=False)
 

@@ -29,8 +29,7 @@ from tiny import TinyTask, tiny_config
 
 import raytrain_ddp.tools.predict.__main__ as command
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.config.sections import DataConfig, LogConfig
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,

@@ -25,9 +25,8 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, to_dict
-from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.sections import DataConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tools.report.charts import PHASES

@@ -18,8 +18,7 @@ from tiny import CLASSES, EPOCHS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.sections import ComputeConfig, OptimConfig
+from raytrain_ddp.config.sections import AugmentConfig, ComputeConfig, DataConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank

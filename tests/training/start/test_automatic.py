@@ -15,10 +15,15 @@ from tiny import TinyTask, tiny_config
 from torch import nn
 
 from raytrain_ddp import fit_locally
-from raytrain_ddp.config.automatic import have_bf16, settled, settled_as_begun
-from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.config.recipe import changed_fields, load, to_dict
-from raytrain_ddp.config.sections import ComputeConfig, LogConfig
+from raytrain_ddp.config.recipe import (
+    changed_fields,
+    have_bf16,
+    load,
+    settled,
+    settled_as_begun,
+    to_dict,
+)
+from raytrain_ddp.config.sections import AugmentConfig, ComputeConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.driver.run_naming import find_run

@@ -25,7 +25,7 @@ from tiny import (
 )
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.training.monitoring.step_timing import Clock

@@ -25,8 +25,7 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import CheckpointConfig, StopConfig
+from raytrain_ddp.config.sections import CheckpointConfig, DataConfig, StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.errors import ConfigError
