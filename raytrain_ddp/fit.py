@@ -157,8 +157,8 @@ def fit(
         RaytrainError: one of errors.py, each with its exit status.
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
-    given = {"default_name": default_name, "resume_from": resume_from, "display": display}
-    return _fit(config, address=address, dashboard=dashboard, **given)
+    given = {"default_name": default_name, "resume_from": resume_from}
+    return _fit(config, display, address=address, dashboard=dashboard, **given)
 
 
 def fit_locally(
@@ -173,8 +173,8 @@ def fit_locally(
     Only rank 0 shows and writes; all ranks return the result. An exception raised by the task
     propagates unchanged, where `fit` raises a `TaskError` with its traceback.
     """
-    given = {"default_name": default_name, "resume_from": resume_from, "display": display}
-    return _fit(config, local=True, **given)
+    given = {"default_name": default_name, "resume_from": resume_from}
+    return _fit(config, display, local=True, **given)
 
 
 def _fit(config: TrainConfig | None, display: Listener | None, **given: Any) -> FitResult:

@@ -120,7 +120,8 @@ def build(config: ModelConfig, classes: int, options: Mapping[str, Any] | None =
     """
     from torch import nn
 
-    name, count, make = config.name, "num_classes", Any
+    name, count = config.name, "num_classes"
+    make: Callable[..., Any]
     if name == DIGITS:
         from raytrain_ddp.tasks.small_networks import DigitsCNN
 

@@ -326,7 +326,7 @@ def locate(config: DataConfig, more: bool = False) -> Found:
         chosen = _chosen(other, config.eval_split, "eval")
     elif config.eval_split != "none":
         chosen = _chosen(source, config.eval_split, "eval", train)
-    used = {train, chosen} if other is source else {train}
+    used: set[str | None] = {train, chosen} if other is source else {train}
     kept: list[str] = []
     if more and config.eval_source is None and config.eval_split == "auto":
         for_it = [name for name in source.splits if role_of(name) in ("validation", "test")]

@@ -284,11 +284,11 @@ class Targets:
         if self._labels is not None:
             if values is None:
                 return f"{self._columns[0]} is null; a row without labels has an empty list"
-            places = [self._labels.number(label) for label in values]
-            if wrong := next((each for each in places if isinstance(each, str)), ""):
-                return f"{self._columns[0]}: a label {wrong}"
             row = np.zeros(len(self.names), np.float32)
-            row[places] = 1
+            for place in map(self._labels.number, values):
+                if isinstance(place, str):
+                    return f"{self._columns[0]}: a label {place}"
+                row[place] = 1
             return row
         values = values if isinstance(values, tuple) else (values,)
         for column, value in zip(self._columns, values, strict=True):

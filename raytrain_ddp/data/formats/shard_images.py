@@ -200,7 +200,8 @@ class ShardImages(ImageSource):
         """The name of the file, and the row in it, from 0."""
         shard, _ = self._blocks[self._blocks_of(row)]
         first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
-        return shard.name, row - int(self._starts[first])
+        name: str = shard.name
+        return name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
         block = self._blocks_of(row)

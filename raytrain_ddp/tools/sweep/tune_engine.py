@@ -130,7 +130,7 @@ def _asha(args: SweepArgs, sweep: Sweep, goal: str) -> ASHAScheduler:
         reduction_factor=3,
         stop_last_trials=False,
     )
-    for run in sweep.over.values():
+    for run, _ in sweep.over.values():
         known = SimpleNamespace(trial_id=run.name)
         scheduler.on_trial_add(None, known)
         for each in run.evals:
@@ -162,7 +162,7 @@ def _optuna(args: SweepArgs, sweep: Sweep, goal: str) -> Any:
         sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
         points_to_evaluate=[trial["point"] for trial in begun] or None,
     )
-    for name, run in sweep.over.items():
+    for name, (run, _) in sweep.over.items():
         if run.best:
             search.add_evaluated_point(sweep.points[name], run.value)
     return search
