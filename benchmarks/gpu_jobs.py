@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch, Data, Source
-from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order import runs_of
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.image_classification import ImageClassification
 

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
     from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
-    from raytrain_ddp.data.loading.own_sources import ArraySource as ArraySource
-    from raytrain_ddp.data.loading.own_sources import IterableSource as IterableSource
-    from raytrain_ddp.data.loading.own_sources import MapSource as MapSource
+    from raytrain_ddp.data.loading.sources import ArraySource as ArraySource
     from raytrain_ddp.data.loading.sources import Data as Data
+    from raytrain_ddp.data.loading.sources import IterableSource as IterableSource
+    from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
-    from raytrain_ddp.data.order.sample_rng import Draws as Draws
+    from raytrain_ddp.data.order import Draws as Draws
     from raytrain_ddp.driver.result import FitResult as FitResult
     from raytrain_ddp.errors import RaytrainError as RaytrainError
     from raytrain_ddp.fit import fit as fit
@@ -53,9 +53,8 @@ _NAMES = {  # module -> what it offers
     "EmaConfig EvalConfig LogConfig LossConfig ModelConfig OptimConfig ScalingConfig "
     "ScheduleConfig StopConfig",
     "config.train_config": "TrainConfig",
-    "data.loading.own_sources": "ArraySource IterableSource MapSource",
-    "data.loading.sources": "Data Source",
-    "data.order.sample_rng": "Draws",
+    "data.loading.sources": "ArraySource Data IterableSource MapSource Source",
+    "data.order": "Draws",
     "driver.result": "FitResult",
     "errors": "RaytrainError",
     "fit": "fit fit_locally",

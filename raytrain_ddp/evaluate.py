@@ -104,7 +104,7 @@ def _evaluate(args: EvaluateArgs, checkpoint: Checkpoint, out: Path | None) -> i
         if not (config.data.eval_size or config.data.image_size):  # as `predict` does
             implied["image_size"] = recorded(checkpoint).get("data", {}).get("image_size", 0)
     config = replace(config, data=replace(config.data, **{**implied, **given}))
-    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.loader import LoaderThreads
     from raytrain_ddp.tasks.task_check import metrics_of
     from raytrain_ddp.training.evaluation import evaluate
     from raytrain_ddp.training.steps.device_feed import require_few_bad
@@ -139,7 +139,7 @@ def _follow(args: EvaluateArgs) -> int:
     from raytrain_ddp.checkpoint import run_folder
     from raytrain_ddp.checkpoint.lease import owner_of
     from raytrain_ddp.checkpoint.manifest import DamagedError
-    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.loader import LoaderThreads
     from raytrain_ddp.errors import with_backoff
     from raytrain_ddp.records import json_of, to_record
     from raytrain_ddp.training.evaluation import evaluation_of

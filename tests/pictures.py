@@ -21,8 +21,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.own_sources import MapSource
-from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 
 SIDE = 4
 BYTES = SIDE * SIDE

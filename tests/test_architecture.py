@@ -190,7 +190,7 @@ def test_commands_load_neither_torch_nor_ray_before_they_need_them():
     packages = ("predict", "export", "convert", "doctor", "report", "chaos", "sweep")
     light = ("fit", "evaluate", "run", *(f"tools.{name}.__main__" for name in packages))
     light += ("tools.spot", "driver.fit_driver", "driver.preflight", "ray_backend.worker")
-    light += ("data.order.epoch_order",)
+    light += ("data.order",)
     parts = ("doctor.examine", "report.write", "sweep.trials")
     light += tuple(f"tools.{name}" for name in parts)
     modules = ", ".join(f"raytrain_ddp.{name}" for name in light)

@@ -18,11 +18,10 @@ from processes import ENVIRONMENT
 from tiny import tiny_config
 
 from raytrain_ddp import fit_locally, user_code
+from raytrain_ddp.data.loading.loader import LoaderThreads
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.own_sources import MapSource
-from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.user_code import UserCode
 
 cloudpickle = pytest.importorskip("cloudpickle")

@@ -22,10 +22,9 @@ from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.own_sources import ArraySource
-from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order import epoch_order
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data import order as rows_order
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.events import Event, Outcome, Plan
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.tasks.task import Task
@@ -254,10 +253,10 @@ def run_armed(
 def planned(config: TrainConfig, epoch: int, rows: int = ROWS) -> list[list[list[int]]]:
     """The rows of each slot of each step of an epoch."""
     blocks = ArraySource(tiny_arrays(rows, 0), rows_per_block=16).blocks
-    order = epoch_order.EpochOrder(blocks, "full", config.seed, epoch)
-    plan = epoch_order.Plan(rows, config.slots, config.micro_batch)
+    order = rows_order.EpochOrder(blocks, "full", config.seed, epoch)
+    plan = rows_order.Plan(rows, config.slots, config.micro_batch)
     return [
-        [order.read(*plan.span(step, slot)).tolist() for slot in range(config.slots)]
+        [order.at(np.arange(*plan.span(step, slot))).tolist() for slot in range(config.slots)]
         for step in range(plan.steps_per_epoch)
     ]
 

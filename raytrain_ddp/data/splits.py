@@ -28,8 +28,7 @@ from raytrain_ddp.data.formats.labels import (
 from raytrain_ddp.data.formats.shard import content_of, sizes_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
-from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.data.order.sample_rng import RowMask, Rows, hash64, mix64
+from raytrain_ddp.data.order import RowMask, Rows, hash64, mix64, runs_of
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
 

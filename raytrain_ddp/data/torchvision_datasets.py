@@ -17,8 +17,7 @@ import numpy as np
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.formats.labels import Labels, names_of, normalized, numbers_in
 from raytrain_ddp.data.loading.sources import ImageSource
-from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order import Rows, runs_of
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 
 _EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference

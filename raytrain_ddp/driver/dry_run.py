@@ -55,7 +55,7 @@ def dry_run(
     config = settled(config, has_bf16=False)  # for the trial batch, which is on the CPU
     import torch
 
-    from raytrain_ddp.data.order.epoch_order import items_of_rank
+    from raytrain_ddp.data.order import items_of_rank
     from raytrain_ddp.training.build import Build, plan_for
     from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
     from raytrain_ddp.training.runtime.world import World

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.data.loading.sources import Data, Source
-from raytrain_ddp.data.order.sample_rng import seeded_globals
+from raytrain_ddp.data.order import kept_globals
 from raytrain_ddp.errors import DataError, TaskError, first_names
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.tasks.task import Task
@@ -75,7 +75,7 @@ def require_dense(task: Task, model: nn.Module) -> None:
 def train_data_of(task: Task, seed: int) -> Data:
     """`task.train_data()`, with at least one row. The global generators are seeded before it,
     so that the data are the same on all workers and in all starts."""
-    with seeded_globals(seed):
+    with kept_globals(seed):
         data = task.train_data()
     return _data(task.train_data, data, "the training set has 0 rows.")
 
@@ -83,7 +83,7 @@ def train_data_of(task: Task, seed: int) -> Data:
 def eval_data_of(task: Task, seed: int) -> Data | None:
     """`task.eval_data()`; if not None, with at least one row. Seeded as in
     `train_data_of`, so both methods get the same random split."""
-    with seeded_globals(seed):
+    with kept_globals(seed):
         data = task.eval_data()
     if data is None:
         return None

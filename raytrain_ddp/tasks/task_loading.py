@@ -26,7 +26,7 @@ from raytrain_ddp import user_code
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.train_config import TaskName, TrainConfig, watched
 from raytrain_ddp.config.withdrawn import withdrawn
-from raytrain_ddp.data.order.sample_rng import seeded_globals
+from raytrain_ddp.data.order import kept_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import code_of
@@ -91,7 +91,7 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
     if callable(given):
         is_own, options = config.task not in BUILT_IN, options_of(given, config.task_options)
         seen = watched(config, reads) if is_own and reads is not None else config
-        with seeded_globals(config.seed) if is_own else nullcontext():  # seeding imports torch
+        with kept_globals(config.seed) if is_own else nullcontext():  # seeding imports torch
             given = given() if options is None else given(seen, **options)
     check_task(given)
     return cast(Task, given)

@@ -21,15 +21,15 @@ from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats.labels import some_names, were_numbers
 from raytrain_ddp.data.loading.loader import (
+    LoaderThreads,
     TrainLoader,
     shuffle_for,
     start_processes,
     window_for,
 )
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.data.order import Plan
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.model_parts import begin_training
 from raytrain_ddp.tasks.task import Task

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import eval_batches
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import LoaderThreads, eval_batches
 from raytrain_ddp.data.loading.nested import map_leaves
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.data.order import items_of_rank
 from raytrain_ddp.errors import TaskError, did_you_mean, first_line
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task

@@ -31,7 +31,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import tried
 from raytrain_ddp.data.loading.nested import bytes_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,

@@ -14,7 +14,7 @@ from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.splits import held_out
 from raytrain_ddp.errors import ConfigError, DataError
 

@@ -26,12 +26,9 @@ from torch.utils.data import DataLoader
 from raytrain_ddp import errors
 from raytrain_ddp.config.sections import CheckpointConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.own_sources import ArraySource, IterableSource, MapSource
-from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.loading.loader import LoaderThreads, TrainLoader, eval_batches, shuffle_for
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, IterableSource, MapSource
+from raytrain_ddp.data.order import Draws, Plan
 
 ROWS = 107
 DIES = 54  # a row of the last step of an epoch
@@ -230,7 +227,7 @@ def test_a_data_set_that_cannot_be_copied_is_refused(pictures: str):
                 loader_of(Data(source), count).any_batch()
     data = Data(MapSource([Elsewhere()]))
     with pytest.raises(errors.TaskError):
-        next(data.processes().batches(iter([Draws(0, 0, np.array([0]))]), LoaderThreads(1)))
+        next(eval_batches(data, 1, [0], LoaderThreads(1)))
     data.close()
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.sections import EmaConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.data.loading.loader import LoaderThreads
+from raytrain_ddp.data.order import items_of_rank
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.evaluation import evaluate, scalars
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers

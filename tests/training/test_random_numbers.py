@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.own_sources import ArraySource, IterableSource, MapSource
-from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.loading.sources import ArraySource, Data, IterableSource, MapSource
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task

@@ -20,8 +20,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.own_sources import MapSource
-from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.errors import RaytrainError
 
 

@@ -53,8 +53,7 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.own_sources import ArraySource
-from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.loading.sources import ArraySource, Data
 from raytrain_ddp.errors import DataError
 
 VARIANTS: dict[str, dict[str, Any]] = {

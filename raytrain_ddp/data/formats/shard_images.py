@@ -35,7 +35,7 @@ from raytrain_ddp.data.formats.labels import (
 )
 from raytrain_ddp.data.formats.shard import Shard, label_columns, rows_in, sizes_of
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
-from raytrain_ddp.data.order.sample_rng import RowMask, Rows
+from raytrain_ddp.data.order import RowMask, Rows
 from raytrain_ddp.errors import DataError, first_names, in_one_line, quoted
 from raytrain_ddp.uri import uri_beside
 

@@ -3,35 +3,100 @@
 Uses threads if the source may be shared: decoding releases the GIL, and no batch crosses a process
 boundary. In a Ray actor with two CPUs, they load 1.4 times as many images as two forkserver
 processes (1.1 times next to a busy training loop), with half the memory and the first batch after
-0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see
-loader_processes.py. What is made in this process then is made while nothing else draws random
-numbers.
+0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, each thread asks a process for its
+batch: see loader_processes.py. What is made in this process then is made while nothing else draws
+random numbers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads, one_ahead, prefetched
 from raytrain_ddp.data.loading.nested import bytes_of, digest_of, pinned
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
-from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state, kept_globals
+from raytrain_ddp.data.order import (
+    Draws,
+    EpochOrder,
+    Plan,
+    Rows,
+    Shuffle,
+    global_state,
+    items_of_rank,
+)
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.failpoints import failpoint
+
+if TYPE_CHECKING:
+    from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 
 _WINDOW_BYTES = 64 * 2**20
 _MOST_BLOCKS = 16
 
+T = TypeVar("T")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class LoaderThreads:
+    """The number of threads or processes that work in advance, and their limits.
+
+    Args:
+        most: the maximum number; 0: none, the consumer does the work.
+        ahead: maximum number of prepared results per thread or process.
+        ahead_bytes: maximum size of all prepared results, except one per thread or process.
+    """
+
+    most: int
+    ahead: int = 4
+    ahead_bytes: int = 2**30
+
+
+def prefetched(
+    items: Iterable[T],
+    work: Callable[[T], R],
+    threads: LoaderThreads,
+    size_bytes: Callable[[R], int] = lambda _: 1,
+    processes: LoaderProcesses | None = None,
+) -> Generator[R, None, None]:
+    """Yields work(item) in order; an exception of `work` is raised in its position.
+
+    Args:
+        processes: of `threads.most`, asked by `work`; closed unless all items are used.
+    """
+    if threads.most == 0:
+        yield from map(work, items)
+        return
+    pending: deque[Future[R]] = deque()
+    room, largest = threads.most, 0  # results that may be prepared; bytes of one
+    if processes is not None:
+        processes.start(threads.most)
+    # None of them may start threads of torch for each image that it resizes.
+    with ThreadPoolExecutor(threads.most, "loader", torch.set_num_threads, (1,)) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(work, item))
+                if len(pending) > room:
+                    result = pending.popleft().result()
+                    largest = max(largest, size_bytes(result))
+                    fitting = threads.ahead_bytes // largest if largest else 0
+                    room = max(threads.most, min(threads.most * threads.ahead, fitting))
+                    yield result
+            while pending:
+                yield pending.popleft().result()
+        except BaseException:  # or the consumer stopped: waits for running work
+            for future in pending:
+                future.cancel()
+            if processes is not None:
+                processes.close()
+            raise
 
 
 @dataclass(frozen=True)
@@ -92,12 +157,7 @@ class TrainLoader:
         threads or processes."""
         slots = items_of_rank(self.plan.slots, self.world_size, self.rank)
         tasks = self._tasks(start, stop, slots)
-        start_processes(self.data, self.threads)
-        if self.data.started and (self.skip or self.plan.has_empty_slots):
-            self._filler  # noqa: B018  # a thread must not make it
-        loaded = _loaded(
-            self.data, tasks, self._load, self.threads, lambda slot: bytes_of(slot.batch)
-        )
+        loaded = _loaded(self.data, tasks, self._load, self.threads)
         try:
             for _ in range(start, stop):
                 yield [next(loaded) for _ in slots]
@@ -117,26 +177,24 @@ class TrainLoader:
             TaskError: see `tried`.
         """
         start_processes(self.data, self.threads)
-        return self._any(tried, samples, epoch)
+        return self._any(lambda draws: tried(self.data, draws), samples, epoch)
 
-    def _any(self, make: Callable[..., Batch], samples: int | None, epoch: int = 0) -> Batch:
-        wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
-        for start in range(0, len(self._first_rows) - wanted + 1, wanted):
-            draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
-            batch = make(self.data, draws)
+    def _any(self, make: Callable[[Draws], Batch], samples: int | None, epoch: int = 0) -> Batch:
+        most = min(self.plan.rows, max(4096, self.plan.micro_batch))
+        wanted = min(samples or self.plan.micro_batch, most)
+        for start in range(0, most - wanted + 1, wanted):
+            rows = np.arange(start, start + wanted, dtype=np.int64)
+            draws = Draws(self.seed, epoch, rows)
+            batch = make(draws)
             found = self.data.checked_samples(batch, wanted, self.skip)
             if found:
                 return batch
-        raise DataError(f"none of the first {len(self._first_rows)} records can be used.")
-
-    @property
-    def _first_rows(self) -> Rows:
-        return np.arange(min(self.plan.rows, max(4096, self.plan.micro_batch)), dtype=np.int64)
+        raise DataError(f"none of the first {most} records can be used.")
 
     @cached_property
     def _filler(self) -> Batch:
         """One sample, for a slot without samples: it gets weight 0."""
-        return self._any(_made_here, 1)
+        return self._any(_maker(self.data, self.threads), 1)
 
     def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
         """The micro-batches in order; announces each one to the source when it is assigned."""
@@ -184,7 +242,7 @@ def tried(data: Data, draws: Draws) -> Batch:
     """
     for _ in range(2):  # a library may draw once, such as before a retry
         before = global_state()
-        batch = _measured(data, draws)
+        batch = data.batch(draws)
         moved = [name for name, state in global_state().items() if state != before[name]]
         if not (data.shared and moved):
             return batch
@@ -224,79 +282,40 @@ def eval_batches(
         return pinned(batch) if pin else batch
 
     try:
-        yield from _loaded(data, tasks(), load, threads, bytes_of)
+        yield from _loaded(data, tasks(), load, threads)
     finally:
         data.source.close()
 
 
 def start_processes(data: Data, threads: LoaderThreads) -> None:
     """Copies the data set for the loader processes, if any, before it is used in this process,
-    which also starts them earlier.
+    which also starts the fork server earlier.
 
     Raises:
         TaskError: the data set cannot be copied.
     """
     if threads.most and not data.shared:
-        data.processes()
+        data.processes  # noqa: B018
 
 
 def _loaded(
-    data: Data,
-    tasks: Iterator[_Task],
-    load: Callable[[_Task, Batch], R],
-    threads: LoaderThreads,
-    size_bytes: Callable[[R], int],
+    data: Data, tasks: Iterator[_Task], load: Callable[[_Task, Batch], R], threads: LoaderThreads
 ) -> Generator[R, None, None]:
-    """Yields load(task, its batch) in order. Within another iteration in processes, all batches are
-    made here."""
+    """Yields load(task, its batch) in order."""
     if data.source.in_order:
         threads = replace(threads, most=min(1, threads.most))
-    if data.shared or not threads.most or any(each.in_use for each in data.started):
-        made = lambda task: load(task, _made_here(data, task.draws))  # noqa: E731
-        threads = threads if data.shared else LoaderThreads(0)
-        yield from prefetched(tasks, made, threads, size_bytes)
-        return
-    sent: deque[_Task] = deque()
+    make = _maker(data, threads)
 
-    def draws() -> Iterator[Draws]:
-        for task in tasks:
-            sent.append(task)
-            yield task.draws
+    def work(task: _Task) -> R:
+        return load(task, make(task.draws) if len(task.draws.rows) else {})
 
-    processes = data.processes()
-    processes.in_use = True
-    try:
-        if not processes.batch_bytes:
-            for task in islice(tasks, 1):  # while the fork server loads torch
-                yield load(task, _measured(data, task.draws))
-        batches = processes.batches(draws(), threads)
-        yield from one_ahead(load(sent.popleft(), batch) for batch in batches)
-    finally:
-        processes.in_use = False
+    processes = data.processes if threads.most and not data.shared else None
+    return prefetched(tasks, work, threads, bytes_of, processes)
 
 
-def _measured(data: Data, draws: Draws) -> Batch:
-    """The batch, made here; its size limits how many of them the processes make in advance."""
-    batch = _made_here(data, draws)
-    for processes in data.started:
-        processes.batch_bytes = max(processes.batch_bytes, bytes_of(batch))
-    return batch
-
-
-def _made_here(data: Data, draws: Draws) -> Batch:
-    """The batch; {} if it has no rows. If it is not made by threads, it is made as in a loader
-    process: with one thread, and temporarily with the data's own generators."""
-    if not len(draws.rows):
-        return {}
-    if data.shared:
-        return data.batch(draws)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with kept_globals():
-            return data.batch(draws)
-    finally:
-        torch.set_num_threads(threads)
+def _maker(data: Data, threads: LoaderThreads) -> Callable[[Draws], Batch]:
+    """What makes a batch in a loader thread, if there are any."""
+    return data.batch if data.shared or not threads.most else data.processes.batch
 
 
 def window_for(data: Data, asked: int | Literal["auto"]) -> int:

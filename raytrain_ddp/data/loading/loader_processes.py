@@ -1,4 +1,4 @@
-"""Loader processes: torch's DataLoader, below our order of samples and our seeds.
+"""Loader processes: each makes the batches that a loader thread asks it for.
 
 Python's fork server loads torch once and forks the processes, each with a copy of the data set. So
 nothing is forked from the training process (a Ray worker has threads, and forking it can deadlock),
@@ -18,24 +18,22 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Generator, Iterator
-from itertools import count
 from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.reduction import DupFd
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from raytrain_ddp import user_code
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.errors import (
     LoaderDied,
     RaytrainError,
@@ -52,12 +50,13 @@ _ALIGNMENT = 64
 _MOST_NAMED = 64  # rows
 _DEATH_S = 1.0  # until the fork server has told of one
 _hidden = threading.Lock()
-_place = 0  # of this loader process
+
+_Process = tuple[ForkServerProcess, "Connection[Any, Any]"]
 
 
 class LoaderProcesses:
     """Processes that make batches of copies of `data`, which is copied now by pickle (by value if
-    defined in a script or notebook). They start with the first iteration.
+    defined in a script or notebook).
 
     Raises:
         TaskError: the data cannot be copied.
@@ -75,87 +74,46 @@ class LoaderProcesses:
                 "with --data.workers 0; or, if it draws no random numbers, let threads share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
-        self.in_use = False
-        """Set by who iterates: there is one iteration at a time."""
-        self.batch_bytes = 0
-        """Of the largest batch that was made in this process."""
-        self._context = _Context()
-        self._draws: Iterator[Draws] = iter(())
-        self._sent: dict[int, Draws] = {}
-        self._loader: DataLoader[Any] | None = None
+        self._made: list[ForkServerProcess] = []
+        self._free: SimpleQueue[_Process | LoaderDied] = SimpleQueue()
         _all.add(self)
 
-    def batches(
-        self, draws: Iterator[Draws], threads: LoaderThreads
-    ) -> Generator[Batch, None, None]:
-        """The batch of each of `draws`, in order; {} if it has no rows. `draws` is read in advance.
+    def start(self, most: int) -> None:
+        """Starts processes, unless there are this many."""
+        if not self._made:
+            self._free = SimpleQueue()  # those who wait for the former ones have the former queue
+        while len(self._made) < most:
+            process, link = _started(self._copy)
+            self._made.append(process)
+            self._free.put((process, link))
+
+    def batch(self, draws: Draws) -> Batch:
+        """The batch of `draws`, from the next process that is free; several threads may ask.
 
         Raises:
-            LoaderDied: a process has died.
+            LoaderDied: a process has died; also for all who wait for it.
             Exception: the exception raised there, with a `RemoteTraceback` as its cause.
         """
-        self._draws = draws
-        results = iter(self._started(threads) if self._loader is None else self._loader)
-        for number in count():
-            if (result := self._next(results)) is None:
-                return
-            self._sent.pop(number)
-            good, value, text = result
-            if not good:
-                raise value from (RemoteTraceback(text) if text else None)
-            yield value
+        free = self._free
+        got = free.get()
+        try:
+            if isinstance(got, LoaderDied):
+                raise got
+            sent = _asked(*got, draws)
+        except LoaderDied as died:
+            free.put(died)
+            raise
+        free.put(got)
+        good, value, text = _unpacked(*sent)
+        if not good:
+            raise value from (RemoteTraceback(text) if text else None)
+        return value
 
     def close(self) -> None:
-        """Ends the processes; a busy one may finish its batch. They can be started again."""
-        self._loader = None  # the last reference, unless an iteration was left
-        for process in self._context.made:
-            if process.is_alive():
-                process.kill()
-
-    def _started(self, threads: LoaderThreads) -> DataLoader[Any]:
-        self._context, self._maker = _Context(), _Maker(self._copy, threads.most)
-        fitting = threads.ahead_bytes // max(1, threads.most * self.batch_bytes)
-        self._loader = DataLoader(
-            self._maker,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self,
-            num_workers=threads.most,
-            collate_fn=_unchanged,
-            worker_init_fn=_begin,
-            multiprocessing_context=self._context,
-            generator=torch.Generator(),  # the global one is that of dropout
-            prefetch_factor=max(1, min(threads.ahead, fitting)),
-            persistent_workers=True,
-        )
-        return self._loader
-
-    def __iter__(self) -> Iterator[tuple[int, Draws]]:
-        """The sampler of the DataLoader."""
-        self._sent.clear()
-        for number, draws in enumerate(self._draws):
-            self._sent[number] = draws
-            yield number, draws
-
-    def _next(self, results: Iterator[Any]) -> Any:
-        try:
-            return next(results, None)
-        except Exception as error:
-            connection.wait([each.sentinel for each in self._context.made], _DEATH_S)
-            for place, process in enumerate(self._context.made):
-                if process.exitcode is not None:
-                    raise self._death(place, process.exitcode) from error
-            raise
-
-    def _death(self, place: int, code: int) -> LoaderDied:
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        draws = self._sent.get(int(self._maker.at_work[place]))
-        rows = [] if draws is None else [*dict.fromkeys(map(str, draws.rows.tolist()))]
-        what = f"loaded rows {first_names(rows, _MOST_NAMED)}" if rows else "started"
-        self.close()
-        return LoaderDied(
-            f"a loader process {how} while it {what}. If the system ran out of memory (see its "
-            "log), use fewer loader processes with --data.workers, or lower --data.prefetch-mib."
-        )
+        """Ends the processes; they can be started again."""
+        for process in self._made:
+            process.kill()  # they ignore SIGTERM
+        self._made = []
 
 
 _all: weakref.WeakSet[LoaderProcesses] = weakref.WeakSet()
@@ -166,6 +124,25 @@ def _close_all() -> None:
     """Before multiprocessing waits for its processes, which do not end by its SIGTERM."""
     for each in [*_all]:
         each.close()
+
+
+def _asked(process: ForkServerProcess, link: Connection[Any, Any], draws: Draws) -> Any:
+    """The memory file with the result, and its parts; raises LoaderDied."""
+    try:
+        link.send(draws)
+        if link in connection.wait([link, process.sentinel]):
+            return link.recv(), recv_handle(link)
+    except (EOFError, OSError):
+        pass
+    process.join(_DEATH_S)
+    code = process.exitcode or 0
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+    rows = [*dict.fromkeys(map(str, draws.rows.tolist()))]
+    raise LoaderDied(
+        f"a loader process {how} while it loaded rows {first_names(rows, _MOST_NAMED)}. If the "
+        "system ran out of memory (see its log), use fewer loader processes with --data.workers, "
+        "or lower --data.prefetch-mib."
+    )
 
 
 # ------------------------------------------------------------------ how they start
@@ -185,90 +162,61 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Process(ForkServerProcess):
-    def start(self) -> None:
-        """Hides `__main__`, which would be imported again: a script may have no guard, and that of
-        a Ray worker loads Ray."""
-        with _hidden:
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")
-            try:
-                super().start()
-            finally:
-                sys.modules["__main__"] = main
-
-    def terminate(self) -> None:
-        self.kill()  # it ignores SIGTERM
-
-
-class _Context(ForkServerContext):
-    """Keeps the processes that it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[_Process] = []
-
-    def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]  # noqa: N802
-        self.made.append(_Process(*args, **options))
-        return self.made[-1]
+def _started(copy: bytes) -> _Process:
+    """Hides `__main__`, which would be imported again: a script may have no guard, and that of a
+    Ray worker loads Ray."""
+    ours, theirs = multiprocessing.Pipe()
+    process = ForkServerProcess(target=_serve, args=(theirs, [copy]), daemon=True)
+    with theirs, _hidden:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+    return process, ours
 
 
 # ------------------------------------------------------------------ in a loader process
 
 
-def _begin(place: int) -> None:
-    global _place  # noqa: PLW0603
-    _place = place
-    # Otherwise, default_collate makes shared tensors in /dev/shm, which takes more CPU time.
-    torch.utils.data._utils.worker._worker_info = None
+def _serve(link: Connection[Any, Any], copy: list[bytes]) -> None:
+    """Makes the batch of all draws that arrive."""
+    torch.set_num_threads(1)
     for number in STOP_SIGNALS:  # meant for the training process; SIG_IGN would be inherited
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    data: Data | None = None
+    while True:
+        draws = link.recv()
+        try:
+            data = _opened(copy) if data is None else data
+            parts = _pickled((True, data.batch(draws), ""))
+        except Exception as error:
+            parts = _pickled(_raised(error))
+        _send(link, parts)
 
 
 def _end_with_parent() -> None:
-    """The DataLoader's watchdog would wait for the fork server, which waits for this process."""
+    """It may die while this process is busy."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-class _Maker:
-    """The data set of the DataLoader: the results of draws, and exceptions."""
-
-    def __init__(self, copy: bytes, workers: int) -> None:
-        self._copy = copy
-        self._data: Data | None = None
-        self.at_work = torch.full((workers,), -1).share_memory_()
-        """The number of the draws that each process works on."""
-
-    def __getitem__(self, item: tuple[int, Draws]) -> _Packed:
-        number, draws = item
-        self.at_work[_place] = number
-        try:
-            batch = self._opened().batch(draws) if len(draws.rows) else {}
-            return _Packed((True, batch, ""))
-        except Exception as error:
-            return _Packed(_raised(error))
-
-    def _opened(self) -> Data:
-        if self._data is None:
-            try:
-                _, self._data = pickle.loads(self._copy)  # the first part registers its modules
-            except Exception as error:
-                raise TaskError(
-                    "the data set and collate cannot be unpickled in a loader process: "
-                    f"{type(error).__name__}: {first_line(error)}. Define them in a module that "
-                    "can be imported there, or load in the training process with --data.workers 0."
-                ) from error
-            self._copy = b""
-        return self._data
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+def _opened(copy: list[bytes]) -> Data:
+    try:
+        _, data = pickle.loads(copy[0])  # the first part registers its modules
+    except Exception as error:
+        raise TaskError(
+            "the data set and collate cannot be unpickled in a loader process: "
+            f"{type(error).__name__}: {first_line(error)}. Define them in a module that "
+            "can be imported there, or load in the training process with --data.workers 0."
+        ) from error
+    copy.clear()
+    return data  # type: ignore[no-any-return]
 
 
 def _raised(error: Exception) -> tuple[bool, Exception, str]:
@@ -289,38 +237,32 @@ def _raised(error: Exception) -> tuple[bool, Exception, str]:
 # ------------------------------------------------------------------ transfer of batches
 
 
-class _Packed:
-    """A value in a memory file: pickled, by value for what is defined in a script, with tensors and
-    arrays apart. Where it is received, it is the value; changes to that are visible only there.
+def _pickled(value: Any) -> list[memoryview]:
+    """By value for what is defined in a script, with the memory of tensors and arrays apart."""
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    except Exception as error:
+        message = f"a batch cannot be sent to the training process: {first_line(error)}."
+        raise TaskError(message) from None
+    return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
-    The file has no name, and needs no /dev/shm, which has 64 MB in many containers. Writing to it
-    takes less CPU time than the page faults of shared tensors.
-    """
 
-    def __init__(self, value: Any) -> None:
-        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-        try:
-            _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
-        except Exception as error:
-            message = f"a batch cannot be sent to the training process: {first_line(error)}."
-            raise TaskError(message) from None
-        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        self._spans, place = list[tuple[int, int]](), 0
-        self._file = open(os.memfd_create("raytrain_ddp"), "wb")  # noqa: SIM115
+def _send(link: Connection[Any, Any], parts: list[memoryview]) -> None:
+    """In a memory file: it has no name, and needs no /dev/shm, which has 64 MB in many containers.
+    Writing to it takes less CPU time than the page faults of shared tensors."""
+    spans = list[tuple[int, int]]()
+    with open(os.memfd_create("raytrain_ddp"), "wb") as file:
         for part in parts:
-            self._file.seek(place)
-            self._file.write(part)
-            self._spans.append((place, place + part.nbytes))
-            place = -(-(place + part.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        self._file.truncate(place)  # flushes it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        with self._file as file:
-            return _unpacked, (DupFd(file.fileno()), self._spans)
+            start = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+            spans.append((start, start + file.write(part)))
+        file.flush()
+        link.send(spans)
+        send_handle(link, file.fileno(), None)
 
 
-def _unpacked(file: Any, spans: list[tuple[int, int]]) -> Any:
-    number = file.detach()
+def _unpacked(spans: list[tuple[int, int]], number: int) -> Any:
+    """The value; changes to it are visible only here."""
     try:
         memory = memoryview(mmap.mmap(number, 0, mmap.MAP_PRIVATE))
     finally:
@@ -332,20 +274,16 @@ def _unpacked(file: Any, spans: list[tuple[int, int]]) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """A tensor's bytes in the order of memory, without the rest of its storage."""
-        if not _is_plain(value):
+        if type(value) is not Tensor or value.layout is not torch.strided or not value.numel():
             return super().reducer_override(value)
+        if value.requires_grad or value.is_quantized or value.is_nested:
+            return super().reducer_override(value)
+        value = value.resolve_conj().resolve_neg()
         if not (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)):
             value = value.clone()  # keeps the order
         content: Any = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy()
         buffer = pickle.PickleBuffer(content)
         return _tensor, (buffer, value.dtype, tuple(value.shape), value.stride())
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
-        return False
-    has_more = value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
-    return not has_more and value.numel() > 0
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:

@@ -24,30 +24,26 @@ _MOST_NAMED = 6
 COUNTED = "specify how to count samples: Data(source, collate, count=...)."
 
 
-def _is_sequence(batch: Any) -> bool:
-    return isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence)
-
-
-def leaves_of(batch: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) for each non-container in a batch, in a fixed order."""
-    if isinstance(batch, Mapping):
-        for key, inner in batch.items():
-            yield from leaves_of(inner, f"{at}[{key!r}]")
-    elif _is_sequence(batch):
-        names = getattr(batch, "_fields", None)
-        for place, inner in enumerate(batch):
-            yield from leaves_of(inner, f"{at}.{names[place]}" if names else f"{at}[{place}]")
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from leaves_of(getattr(batch, field.name), f"{at}.{field.name}")
-    else:
-        yield at, batch
-
-
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """The same nest with function(leaf) in place of each leaf."""
+    return _mapped(lambda _, leaf: function(leaf), batch, "")
+
+
+def leaves_of(batch: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) for each non-container in a batch, in a fixed order."""
+    found: list[tuple[str, Any]] = []
+
+    def note(at: str, leaf: Any) -> Any:
+        found.append((at, leaf))
+        return leaf
+
+    _mapped(note, batch, "")
+    return found
+
+
+def _mapped(function: Callable[[str, Any], Any], batch: Any, at: str) -> Any:
     if isinstance(batch, Mapping):
-        mapped = {key: map_leaves(function, inner) for key, inner in batch.items()}
+        mapped = {key: _mapped(function, each, f"{at}[{key!r}]") for key, each in batch.items()}
         if type(batch) is dict:
             return mapped
         if isinstance(batch, MutableMapping):  # its constructor may need other arguments
@@ -55,17 +51,18 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
             batch.update(mapped)
             return batch
         return type(batch)(mapped)  # type: ignore[call-arg]
-    if _is_sequence(batch):
-        items = [map_leaves(function, inner) for inner in batch]
-        make = getattr(batch, "_make", type(batch))
-        return make(items)
+    if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
+        names = getattr(batch, "_fields", None)
+        places = [f".{name}" for name in names] if names else [f"[{n}]" for n in range(len(batch))]
+        items = [_mapped(function, each, at + n) for n, each in zip(places, batch, strict=True)]
+        return getattr(batch, "_make", type(batch))(items)
     if is_dataclass(batch) and not isinstance(batch, type):
         clone = copy.copy(batch)
-        for field in fields(batch):  # also works for frozen dataclasses
-            value = map_leaves(function, getattr(batch, field.name))
-            object.__setattr__(clone, field.name, value)
+        for name in (field.name for field in fields(batch)):  # also of frozen dataclasses
+            value = _mapped(function, getattr(batch, name), f"{at}.{name}")
+            object.__setattr__(clone, name, value)
         return clone
-    return function(batch)
+    return function(at, batch)
 
 
 def _is_dense(leaf: Any) -> bool:
@@ -88,13 +85,16 @@ def samples_of(batch: Any) -> int:
         TaskError: first dimensions differ, a tensor has none, or there are leaves but no tensor;
             names the entries.
     """
-    leaves = list(leaves_of(batch))
-    tensors = [(at, leaf) for at, leaf in leaves if isinstance(leaf, Tensor)]
-    shapes = [(at, (t.size(0),) if t.is_nested else tuple(t.shape)) for at, t in tensors]
-    packed = [(at, leaf) for at, leaf in leaves if isinstance(leaf, PackedSequence)]
-    shapes += [(at, (int(leaf.batch_sizes[0]),)) for at, leaf in packed]
-    if len({shape[:1] for _, shape in shapes}) == 1 and shapes[0][1]:
-        return int(shapes[0][1][0])
+    leaves = leaves_of(batch)
+    shapes: dict[tuple[int, ...], str] = {}  # by first dimension
+    for at, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            shape = (leaf.size(0),) if leaf.is_nested else tuple(leaf.shape)
+            shapes.setdefault(shape[:1], f"batch{at} {[*shape]}")
+        elif isinstance(leaf, PackedSequence):
+            shapes.setdefault((int(leaf.batch_sizes[0]),), f"batch{at}")
+    if len(shapes) == 1 and () not in shapes:
+        return next(iter(shapes))[0]
     if not leaves:
         return 0
     if not shapes:
@@ -103,19 +103,12 @@ def samples_of(batch: Any) -> int:
             f"collate returned a batch without tensors (it contains {kinds}): return tensors, or "
             f"{COUNTED}"
         )
-    shown = ", ".join(f"batch{at} {list(shape)}" for at, shape in _one_per_size(shapes))
+    shown = ", ".join([*shapes.values()][:_MOST_NAMED])
     raise TaskError(
         f"collate returned tensors whose first dimensions differ: {shown}. The first dimension of "
         "each tensor must be the number of samples: pass a value that belongs to the whole batch "
         f"as a Python number, or {COUNTED}"
     )
-
-
-def _one_per_size(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Moves the first entry of each distinct first dimension to the front."""
-    first = {shape[:1]: (at, shape) for at, shape in reversed(shapes)}
-    unlike = [entry for entry in shapes if entry in first.values()]
-    return [*unlike, *(entry for entry in shapes if entry not in unlike)][:_MOST_NAMED]
 
 
 def bytes_of(batch: Any) -> int:
@@ -131,11 +124,7 @@ def _parts_of(leaf: Any) -> list[Any]:
     if not isinstance(leaf, Tensor) or _is_dense(leaf):
         return [leaf]
     if leaf.is_nested:
-        nested: Any = leaf
-        if leaf.layout is not torch.jagged:
-            return [leaf.contiguous().values(), nested._nested_tensor_size()]
-        parts = (leaf.values(), nested.offsets(), nested.lengths())
-        return [each for each in parts if each is not None]
+        return [*leaf.unbind()]
     coo = leaf.to_sparse_coo()
     return [coo._indices(), coo._values()]
 

@@ -2,24 +2,22 @@
 and AugMix, with the same operations, magnitudes and pixels as torchvision.
 
 torchvision's own classes draw from torch's process-wide generator, which loader threads share.
-Here the caller supplies the random numbers, so an image's pixels depend on nothing else. Kernels
-are torchvision's, except for those that were measured too slow or depend on the number of threads.
+Here the caller supplies the random numbers, so an image's pixels depend on nothing else. The tables
+of operations and the kernels are torchvision's, except for two that were measured too slow or
+depend on the number of threads.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from raytrain_ddp.config.sections import AugmentConfig
-
-Policy = Literal["none", "randaugment", "trivial", "augmix"]
 
 _JITTER_DRAWS = 5  # the order, and a factor for each of four
 _CHAINS, _DEPTH, _SEVERITY = 3, 3, 3  # AugMix: chains, operations in the longest, levels in use
@@ -61,14 +59,13 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
     if config.policy == "none":
         return image
     image = image.contiguous()  # speeds up the kernels; 0.04 ms, once
-    space = _space(config.policy, *image.shape[-2:])
     if config.policy == "augmix":
-        return _augmix(image, space, draws)
+        return _augmix(image, draws)
     if config.policy == "trivial":
         which, level, sign = draws
-        return _operate(image, *_chosen(space, which, int(level * 31), sign))
+        return _one_of(config.policy, image, which, int(level * 31), sign)
     for which, sign in zip(draws[::2], draws[1::2], strict=True):
-        image = _operate(image, *_chosen(space, which, config.magnitude, sign))
+        image = _one_of(config.policy, image, which, config.magnitude, sign)
     return image
 
 
@@ -77,11 +74,11 @@ def _jitter(image: Tensor, most: Sequence[float], draws: Sequence[float]) -> Ten
     for i in _ORDERS[int(draws[0] * len(_ORDERS))]:
         if most[i]:
             low = -most[i] if names[i] == "Hue" else max(-1.0, -most[i])
-            image = _operate(image, names[i], low + draws[1 + i] * (most[i] - low))
+            image = _operate(image, names[i], low + draws[1 + i] * (most[i] - low), "randaugment")
     return image
 
 
-def _augmix(image: Tensor, space: list[_Operation], draws: Sequence[float]) -> Tensor:
+def _augmix(image: Tensor, draws: Sequence[float]) -> Tensor:
     """The gaps that two uniform numbers leave in [0, 1] have the distribution Dirichlet(1, 1, 1);
     Beta(1, 1) is uniform."""
     own, (low, high) = draws[0], sorted(draws[1:3])
@@ -93,93 +90,55 @@ def _augmix(image: Tensor, space: list[_Operation], draws: Sequence[float]) -> T
         augmented = image
         for at in range(start + 1, start + 1 + 3 * depth, 3):
             which, level, sign = draws[at : at + 3]
-            chosen = _chosen(space, which, int(level * _SEVERITY), sign)
-            augmented = _operate(augmented, *chosen, mode="bilinear")
+            augmented = _one_of("augmix", augmented, which, int(level * _SEVERITY), sign)
         mixed += augmented * weight
     return mixed.to(torch.uint8)
 
 
-def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> tuple[str, float]:
+def _one_of(policy: str, image: Tensor, which: float, level: int, sign: float) -> Tensor:
+    space = _space(policy, *image.shape[-2:])
     name, magnitudes, signed = space[int(which * len(space))]
-    return name, -magnitudes[level] if signed and sign < 0.5 else magnitudes[level]
+    by = -magnitudes[level] if signed and sign < 0.5 else magnitudes[level]
+    return _operate(image, name, by, policy)
 
 
 @lru_cache(maxsize=64)
-def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
+def _space(policy: str, height: int, width: int) -> list[_Operation]:
     """The operations that a policy chooses from, with equal probability."""
     levels = 10 if policy == "augmix" else 31
-
-    def to(most: float, least: float = 0.0) -> list[float]:
-        return torch.linspace(least, most, levels).tolist()  # float32, as torchvision's
-
-    if policy == "trivial":
-        shear, across, down, angle, color = 0.99, 32.0, 32.0, 135.0, 0.99
-        bits = 8 - torch.arange(levels) / ((levels - 1) / 6)
-    elif policy == "randaugment":
-        shear, across, down, angle, color = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
-        bits = 8 - torch.arange(levels) / ((levels - 1) / 4)
-    else:
-        shear, across, down, angle, color = 0.3, width / 3, height / 3, 30.0, 0.9
-        bits = 4 - torch.arange(levels) / ((levels - 1) / 4)
-    same = [] if policy == "augmix" else [("Identity", [0.0] * levels, False)]
-    return [
-        *same,
-        ("ShearX", to(shear), True),
-        ("ShearY", to(shear), True),
-        ("TranslateX", to(across), True),
-        ("TranslateY", to(down), True),
-        ("Rotate", to(angle), True),
-        ("Brightness", to(color), True),
-        ("Color", to(color), True),
-        ("Contrast", to(color), True),
-        ("Sharpness", to(color), True),
-        ("Posterize", bits.round().tolist(), False),
-        ("Solarize", to(0.0, 1.0), False),
-        ("AutoContrast", [0.0] * levels, False),
-        ("Equalize", [0.0] * levels, False),
-    ]
+    table, found = _torchvisions(policy)._AUGMENTATION_SPACE, list[_Operation]()
+    for name in _torchvisions("randaugment")._AUGMENTATION_SPACE:  # AugMix's are in another order
+        if name in table:
+            of_levels, signed = table[name]
+            magnitudes = of_levels(levels, height, width)
+            found.append(
+                (name, [0.0] * levels if magnitudes is None else magnitudes.tolist(), signed)
+            )
+    return found
 
 
-def _operate(image: Tensor, name: str, magnitude: float, mode: str = "nearest") -> Tensor:
-    return _kernels(mode)[name](image, magnitude)
+def _operate(image: Tensor, name: str, magnitude: float, policy: str) -> Tensor:
+    from torchvision.transforms.v2 import functional
+
+    if name == "Contrast":
+        return _contrast(functional.rgb_to_grayscale(image), image, 1 + magnitude)
+    if name == "Sharpness":
+        return _sharpness(image, 1 + magnitude)
+    if name == "Hue":
+        return functional.adjust_hue(image, magnitude)
+    by = _torchvisions(policy)
+    made: Tensor = by._apply_image_or_video_transform(
+        image, name, magnitude, by.interpolation, by._fill
+    )
+    return made
 
 
-@lru_cache(maxsize=2)
-def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
-    """Name -> kernel(image, magnitude); `mode` of the geometric ones: nearest or bilinear."""
-    # The import takes seconds: only when a policy is used.
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as tv
+@lru_cache(maxsize=3)
+def _torchvisions(policy: str) -> Any:
+    from torchvision.transforms import v2  # takes seconds: only if a policy is used
 
-    interpolation = InterpolationMode(mode)
-
-    def shear(image: Tensor, x: float, y: float) -> Tensor:
-        """Shears by a share of the height or width, about the upper left corner."""
-        degrees = [math.degrees(math.atan(x)), math.degrees(math.atan(y))]
-        moved: Tensor = tv.affine(image, 0.0, [0, 0], 1.0, degrees, interpolation, center=[0, 0])
-        return moved
-
-    def translate(image: Tensor, x: float, y: float) -> Tensor:
-        moved: Tensor = tv.affine(image, 0.0, [int(x), int(y)], 1.0, [0.0, 0.0], interpolation)
-        return moved
-
-    return {
-        "Identity": lambda image, _: image,
-        "ShearX": lambda image, m: shear(image, m, 0.0),
-        "ShearY": lambda image, m: shear(image, 0.0, m),
-        "TranslateX": lambda image, m: translate(image, m, 0.0),
-        "TranslateY": lambda image, m: translate(image, 0.0, m),
-        "Rotate": lambda image, m: tv.rotate(image, m, interpolation),
-        "Brightness": lambda image, m: tv.adjust_brightness(image, 1 + m),
-        "Color": lambda image, m: tv.adjust_saturation(image, 1 + m),
-        "Contrast": lambda image, m: _contrast(tv.rgb_to_grayscale(image), image, 1 + m),
-        "Sharpness": lambda image, m: _sharpness(image, 1 + m),
-        "Hue": tv.adjust_hue,
-        "Posterize": lambda image, m: tv.posterize(image, int(m)),
-        "Solarize": lambda image, m: tv.solarize(image, 255 * m),
-        "AutoContrast": lambda image, _: tv.autocontrast(image),
-        "Equalize": lambda image, _: tv.equalize(image),
-    }
+    kinds = {"randaugment": v2.RandAugment, "trivial": v2.TrivialAugmentWide, "augmix": v2.AugMix}
+    return kinds[policy]()
 
 
 def _contrast(gray: Tensor, image: Tensor, factor: float) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.config.sections import AugmentConfig
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order import Rows
 
 _TRIES = 10
 ERASE_DRAWS = 3 + 2 * _TRIES
@@ -25,7 +25,7 @@ ERASE_DRAWS = 3 + 2 * _TRIES
 
 
 def erase_boxes(
-    size: int | tuple[int, int], probability: float, draws: npt.NDArray[np.float64]
+    size: tuple[int, int], probability: float, draws: npt.NDArray[np.float64]
 ) -> Tensor:
     """The rectangle to erase in each image, on the host (random erasing, Zhong et al. 2020).
 
@@ -33,13 +33,13 @@ def erase_boxes(
     fits is used, and none if none fits, as in torchvision's RandomErasing.
 
     Args:
-        size: height and width of the images; a single number for square ones.
+        size: height and width of the images.
         draws: uniform numbers in [0, 1), shape (n, ERASE_DRAWS).
 
     Returns:
         int64 (n, 4): top, left, height, width; zeros if nothing is erased.
     """
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = size
     area = height * width * (0.02 + (0.33 - 0.02) * draws[:, :_TRIES])  # (n, tries)
     aspect = 0.3 * (3.3 / 0.3) ** draws[:, _TRIES : 2 * _TRIES]
     tall, wide = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
@@ -81,7 +81,10 @@ def finish_images(
         images = images.flip(-1).sub_(images).mul_(chosen).add_(images)
     inputs = _normalized(images, mean, std, channels_last)
     if erase is not None:
-        inputs.masked_fill_(_inside(erase, *images.shape[-2:]), 0)
+        top, left, tall, wide = erase.T.unsqueeze(-1)  # each (n, 1)
+        y, x = (torch.arange(size, device=erase.device) for size in images.shape[-2:])
+        rows, columns = (y >= top) & (y < top + tall), (x >= left) & (x < left + wide)
+        inputs.masked_fill_((rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0)
     return inputs
 
 
@@ -95,16 +98,6 @@ def _normalized(images: Tensor, mean: Tensor, std: Tensor, channels_last: bool) 
     rows = images.permute(0, 2, 3, 1).reshape(n, height, width * channels).float()
     rows.sub_(mean.flatten().repeat(width)).div_(std.flatten().repeat(width))
     return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
-
-
-def _inside(boxes: Tensor, height: int, width: int) -> Tensor:
-    """bool (n, 1, height, width): the pixels inside each box."""
-    top, left, tall, wide = boxes.T.unsqueeze(-1)  # each (n, 1)
-    y = torch.arange(height, device=boxes.device)
-    x = torch.arange(width, device=boxes.device)
-    rows, columns = (y >= top) & (y < top + tall), (x >= left) & (x < left + wide)
-    inside: Tensor = rows.unsqueeze(2) & columns.unsqueeze(1)
-    return inside.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -173,35 +166,20 @@ def mix(
     """
     if partners is None or (not config.mixup and not config.cutmix):
         return inputs, Mixed(labels, labels, 1.0)
-    share, box = draw_mix(config, *inputs.shape[-2:])
     others = labels.index_select(0, partners)
-    if box is None:
-        return _taken(inputs, partners).lerp_(inputs, share), Mixed(labels, others, share)
-    top, left, bottom, right = box
-    mixed = inputs.clone()
-    mixed[..., top:bottom, left:right] = _taken(inputs[..., top:bottom, left:right], partners)
-    return mixed, Mixed(labels, others, share)
-
-
-def draw_mix(
-    config: AugmentConfig, height: int, width: int
-) -> tuple[float, tuple[int, int, int, int] | None]:
-    """The random choices for a micro-batch, from torch's default CPU generator.
-
-    Returns:
-        The share that each image keeps; for cutmix, the box that is replaced (top, left, bottom,
-        right), for mixup None.
-    """
     sums = not config.cutmix or (config.mixup > 0 and float(torch.rand((), device="cpu")) < 0.5)
     alpha = config.mixup if sums else config.cutmix
     share = float(torch.distributions.Beta(alpha, alpha, validate_args=False).sample())
     if sums:
-        return share, None
+        return _taken(inputs, partners).lerp_(inputs, share), Mixed(labels, others, share)
+    height, width = inputs.shape[-2:]
     side = 0.5 * math.sqrt(1 - share)
     left, right = _span(width, int(side * width))
     top, bottom = _span(height, int(side * height))
     share = 1 - (bottom - top) * (right - left) / (height * width)  # after clipping at the borders
-    return share, (top, left, bottom, right)
+    mixed = inputs.clone()
+    mixed[..., top:bottom, left:right] = _taken(inputs[..., top:bottom, left:right], partners)
+    return mixed, Mixed(labels, others, share)
 
 
 def _taken(images: Tensor, which: Tensor) -> Tensor:

@@ -7,30 +7,40 @@ gpu_augment.py. All random choices come from the sample's own `Draws`.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import deque
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.sources import Batch, Data, ImageSource
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.pixels.cropping import CENTER_SHARE, crop_draws, place_image
-from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image, reason_for
+from raytrain_ddp.data.pixels.decoding import (
+    EncodedImage,
+    Pixels,
+    open_encoded_image,
+    reason_for,
+    shrink_for,
+)
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.errors import DataError, printable
 
 _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
 _GROWS_BY = 32  # pixels
+_TRIES = 10
+_ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
+_LONGEST = 8  # maximum ratio of the sides
+CENTER_SHARE = 0.875
+"""Of the shorter side: the usual 224 of 256 pixels."""
+Mode = Literal["bilinear", "bicubic"]
 
 OnBad = Callable[[int, str], None]
 
@@ -94,38 +104,6 @@ def side_in(config: DataConfig, epoch: int) -> int:
     return config.start_size + grown // _GROWS_BY * _GROWS_BY
 
 
-_Bytes = npt.NDArray[np.uint8]
-
-
-class BatchMemory:
-    """Memory of batches, used again as soon as no tensor refers to it: fresh memory costs a page
-    fault per 4 KiB. Several threads may use it; a copy in another process begins empty."""
-
-    def __init__(self) -> None:
-        self._free: deque[_Bytes] = deque()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BatchMemory, ()
-
-    def empty(self, images: int, height: int, width: int) -> Tensor:
-        """Uninitialized uint8 (images, 3, height, width), channels last."""
-        shape = images, height, width, 3
-        size = prod(shape)
-        memory = self._taken(size)
-        part = memory[:size]  # alive as long as any tensor refers to it
-        weakref.finalize(part, self._free.append, memory).atexit = False
-        return torch.from_numpy(part).view(shape).permute(0, 3, 1, 2)
-
-    def _taken(self, size: int) -> _Bytes:
-        """Free memory of this size or larger; drops what is too small by now."""
-        try:
-            while len(memory := self._free.pop()) < size:
-                pass
-        except IndexError:
-            return np.empty(size, np.uint8)
-        return memory
-
-
 @dataclass(eq=False, repr=False)
 class _Collate:
     source: ImageSource
@@ -135,7 +113,6 @@ class _Collate:
     share: float = CENTER_SHARE
     on_bad: OnBad | None = None
     _reported: set[int] = field(default_factory=set, init=False)  # rows already reported
-    _memory: BatchMemory = field(default_factory=BatchMemory, init=False)
 
     def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
         crops = draws.uniform(crop_draws(self.augment), _CROP).tolist()
@@ -147,7 +124,7 @@ class _Collate:
         for place, picture in self._pictures(records, draws.rows.tolist()):
             own = self._size(picture, draws.epoch)
             if not outs:
-                images, size = self._memory.empty(len(records), *own), own
+                images, size = _empty(len(records), *own), own
                 outs = images.split(1)
             elif own != size:
                 sizes = f"{size} and {own}"
@@ -207,3 +184,143 @@ class _Collate:
         if row not in self._reported:
             self._reported.add(row)
             _log.warning("skipped %s", printable(line))
+
+
+def _empty(images: int, height: int, width: int) -> Tensor:
+    shape = images, 3, height, width
+    return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+
+
+# ------------------------------------------------------------------ crops
+
+
+def crop_draws(augment: AugmentConfig) -> int:
+    """How many uniform numbers `place_image` needs per image."""
+    return {"none": 0, "shift": 2, "random": 2 + 2 * _TRIES}[augment.crop]
+
+
+def place_image(
+    out: Tensor,
+    picture: EncodedImage,
+    augment: AugmentConfig,
+    draws: Sequence[float],
+    jpeg_scaling: bool,
+    mode: Mode = "bilinear",
+    share: float = CENTER_SHARE,
+) -> None:
+    """Decodes, crops and resizes into `out`, uint8 (1, 3, height, width), channels last.
+
+    `out` is square or of the image's own size.
+
+    Args:
+        draws: `crop_draws(augment)` uniform numbers in [0, 1).
+        mode: how it is resized. share: of the shorter side, if its center is kept.
+
+    Raises:
+        ValueError, OSError: the image is damaged.
+    """
+    if augment.crop != "random":
+        center_into(out, picture, jpeg_scaling, mode, share)
+        if augment.crop == "shift":
+            out.copy_(shifted(out, draws))
+        return
+    top, left, height, width = random_box(picture.height, picture.width, augment.scale, draws)
+    shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
+    top, left = top // shrink * shrink, left // shrink * shrink  # aligned to its pixels
+    by = shrink if jpeg_scaling and picture.jpeg else 1
+    if by == 1:
+        part = picture.part(top, left, height, width)
+    else:
+        part = picture.pixels(by)[
+            top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)
+        ]
+    resize_into(out, to_tensor(part), height / by, width / by, mode)
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], draws: Sequence[float]
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random part of the image, as in torchvision's
+    RandomResizedCrop.
+
+    Its share of the area is uniform in `scale`, its aspect ratio log-uniform in 3/4 to 4/3 (Szegedy
+    et al. 2015). The first of ten candidates that fits is used; if none fits, the largest central
+    part whose aspect ratio is in that range.
+
+    Args:
+        draws: uniform numbers in [0, 1): top, left, ten areas, ten aspects.
+    """
+    for place in range(2, 2 + _TRIES):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[place])
+        aspect = _ASPECT ** (2 * draws[place + _TRIES] - 1)
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(draws[0] * (height - h + 1)), int(draws[1] * (width - w + 1)), h, w
+    w, h = min(width, round(height * _ASPECT)), min(height, round(width * _ASPECT))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def center_into(
+    out: Tensor,
+    picture: EncodedImage,
+    jpeg_scaling: bool,
+    mode: Mode = "bilinear",
+    share: float = CENTER_SHARE,
+) -> None:
+    """Resizes the shorter side to size / share and crops the center, as torchvision's Resize and
+    CenterCrop do; skipped for exact sizes."""
+    height, width = picture.height, picture.width
+    if (height, width) == tuple(out.shape[-2:]):
+        out.copy_(to_tensor(picture.pixels()))
+        return
+    size = out.shape[-1]
+    longest = _LONGEST * min(height, width)
+    if max(height, width) > longest:  # very elongated: resizing all of it could take gigabytes
+        pixels = picture.pixels()
+        top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+        middle = Image.fromarray(pixels[top : top + longest, left : left + longest])
+        picture = open_encoded_image(middle)
+        height, width = picture.height, picture.width
+    short = max(size, round(size / share))
+    long = int(short * max(height, width) / min(height, width))
+    h, w = (short, long) if height < width else (long, short)
+    shrink = shrink_for((height, width), (h, w)) if jpeg_scaling and picture.jpeg else 1
+    whole = _empty(1, h, w)
+    resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink, mode)
+    top, left = round((h - size) / 2), round((w - size) / 2)
+    out.copy_(whole[:, :, top : top + size, left : left + size])
+
+
+def shifted(images: Tensor, draws: Sequence[float]) -> Tensor:
+    """Pads with zeros by an eighth of the width, and crops at a random place."""
+    height, width = images.shape[-2:]
+    margin, top, left = shift_of(width, draws)
+    padded = pad(images, (margin, margin, margin, margin))
+    return padded[..., top : top + height, left : left + width]
+
+
+def shift_of(width: int, draws: Sequence[float]) -> tuple[int, int, int]:
+    """(margin, top, left): how far an image is padded, and where it is cropped."""
+    margin = max(1, width // 8)
+    return margin, int(draws[0] * (2 * margin + 1)), int(draws[1] * (2 * margin + 1))
+
+
+def resize_into(
+    out: Tensor, image: Tensor, height: float, width: float, mode: Mode = "bilinear"
+) -> None:
+    """Resizes uint8 with antialiasing: `interpolate` without its copies, in half the time.
+
+    Args:
+        height, width: of the region that fills `out`; less than the image's by under a pixel.
+    """
+    size = list(out.shape[-2:])
+    exact = (height, width) == tuple(image.shape[-2:])
+    scales = (None, None) if exact else (size[0] / height, size[1] / width)
+    aten = torch.ops.aten
+    by = aten._upsample_bicubic2d_aa if mode == "bicubic" else aten._upsample_bilinear2d_aa
+    by.out(image, size, False, *scales, out=out)
+
+
+def to_tensor(pixels: Pixels) -> Tensor:
+    """uint8 (height, width, 3) as (1, 3, height, width) in channels-last memory, without a copy."""
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])

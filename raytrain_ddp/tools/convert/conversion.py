@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import DATASET_FILE, locate
-from raytrain_ddp.data.order.epoch_order import sorted_permutation
+from raytrain_ddp.data.order import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
 from raytrain_ddp.files import expanded

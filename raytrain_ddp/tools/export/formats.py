@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.run_folder import recorded
 from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.cropping import CENTER_SHARE
+from raytrain_ddp.data.order import Draws
+from raytrain_ddp.data.pixels.image_batches import CENTER_SHARE
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tools.inference.inputs import open_input

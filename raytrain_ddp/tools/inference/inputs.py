@@ -29,8 +29,7 @@ from raytrain_ddp.data.formats.shard import (
 )
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
-from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order import Rows, runs_of
 from raytrain_ddp.data.splits import FolderImages, HoldoutPart, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of

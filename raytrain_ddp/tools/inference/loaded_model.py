@@ -20,9 +20,9 @@ from raytrain_ddp.checkpoint.run_folder import (
     recorded_classes,
     with_checkpoint,
 )
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import LoaderThreads
 from raytrain_ddp.data.loading.sources import Data, ImageSource
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean, first_names
 from raytrain_ddp.process_state import process_as_found

@@ -24,7 +24,7 @@ from pyarrow import csv
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import LoaderThreads
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.data.order import items_of_rank
 from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.training.runtime.world import World
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raytrain_ddp.checkpoint.run_folder import PROFILES
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.sections import LogConfig
-from raytrain_ddp.data.order.epoch_order import relative_load
+from raytrain_ddp.data.order import relative_load
 from raytrain_ddp.events import Event, Note, Slowest, Straggler, Timing
 from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.training.runtime.world import World

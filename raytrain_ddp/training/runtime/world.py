@@ -19,7 +19,7 @@ from torch import Tensor
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.config.process import cpus_of_process, ranks_of_launcher
 from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
-from raytrain_ddp.data.order.sample_rng import hash64, kept_globals, seed_globals
+from raytrain_ddp.data.order import hash64, kept_globals, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.membership.process_group import (
     collective_timeout,

@@ -24,7 +24,7 @@ from parquet_files import (
 )
 
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.order import EpochOrder, Plan
 from raytrain_ddp.errors import DataError
 
 
@@ -159,7 +159,9 @@ def test_row_groups_are_read_once_per_lane(
     for epoch in range(2):
         order = EpochOrder(source.blocks, "block", 7, epoch, window)
         parts = [
-            order.read(*plan.span(k, j)) for k in range(plan.steps_per_epoch) for j in range(3)
+            order.at(np.arange(*plan.span(k, j)))
+            for k in range(plan.steps_per_epoch)
+            for j in range(3)
         ]
         with ThreadPoolExecutor(threads) as pool:
             futures = []

@@ -10,7 +10,7 @@ import pytest
 from parquet_files import png
 from split_checks import labels_of, splits_of
 
-from raytrain_ddp.data.order.epoch_order import EpochOrder
+from raytrain_ddp.data.order import EpochOrder
 from raytrain_ddp.errors import DataError
 
 datasets = pytest.importorskip("datasets")
@@ -51,7 +51,7 @@ def test_a_saved_data_set_has_the_rows_that_load_from_disk_reads(
     theirs = datasets.load_from_disk(str(tmp_path / "saved"))
     assert source.class_names == theirs.features["label"].names
     assert source.labels().tolist() == labels_of(source) == theirs["label"]
-    order = EpochOrder(source.blocks, "full", 0, 0).read(0, 40)
+    order = EpochOrder(source.blocks, "full", 0, 0).at(np.arange(40))
     for row, (image, label) in zip(order.tolist(), source.read(order), strict=True):
         assert image == png(theirs[row]["id"])
         assert label == theirs[row]["label"]

@@ -16,7 +16,7 @@ from parquet_files import png
 from split_checks import labels_of, splits_of
 
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Shuffle
+from raytrain_ddp.data.order import EpochOrder, Shuffle
 from raytrain_ddp.errors import DataError
 
 tariterators = pytest.importorskip("webdataset").tariterators
@@ -127,7 +127,7 @@ def test_any_row_is_read_in_any_order_and_each_once(shuffle: Shuffle, tmp_path: 
     source = splits_of(tmp_path / "data", memory_mib=1).train
     assert source.blocks.tolist() == [256, 44] * 2
     for epoch in range(2):
-        order = EpochOrder(source.blocks, shuffle, 0, epoch, 2).read(0, 600)
+        order = EpochOrder(source.blocks, shuffle, 0, epoch, 2).at(np.arange(600))
         source.ahead(order)
         assert sorted(order.tolist()) == [*range(600)]
         for start in (0, 200, 400):  # as after a stop

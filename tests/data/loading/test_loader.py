@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,13 +12,15 @@ import pytest
 import torch
 from processes import wait_until
 
-from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
-from raytrain_ddp.data.loading.own_sources import ArraySource, IterableSource
-from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.data.order.epoch_order import Plan, items_of_rank
-from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.image_batches import BatchMemory
+from raytrain_ddp.data.loading.loader import (
+    LoaderThreads,
+    TrainLoader,
+    eval_batches,
+    prefetched,
+    shuffle_for,
+)
+from raytrain_ddp.data.loading.sources import ArraySource, Data, IterableSource
+from raytrain_ddp.data.order import Draws, Plan, items_of_rank
 from raytrain_ddp.errors import DataError
 
 # ------------------------------------------------------------------ threads
@@ -88,23 +89,6 @@ def test_bytes_prepared_ahead_are_bounded():
         assert items.taken <= taken + 3
     assert items.taken == 5 + 3
     results.close()
-
-
-def test_batch_memory_is_reused_only_when_no_view_is_left() -> None:
-    memory = BatchMemory()
-    batch = memory.empty(4, 8, 6)
-    assert batch.shape == (4, 3, 8, 6)
-    assert batch.dtype == torch.uint8
-    assert batch.is_contiguous(memory_format=torch.channels_last)
-    place, view = batch.data_ptr(), batch[1:3].flip(0)[0:1].view_as(batch[:1])
-    kept = batch.fill_(7)[3:]
-    del batch
-    other = memory.empty(4, 8, 6).fill_(9)
-    assert other.data_ptr() != place
-    assert bool((kept == 7).all())
-    del kept, view
-    gc.collect()
-    assert memory.empty(4, 8, 6).data_ptr() == place
 
 
 # ------------------------------------------------------------------ steps

@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data.loading.loader import TrainLoader
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import LoaderThreads, TrainLoader
 from raytrain_ddp.data.loading.nested import bytes_of, digest_of, map_leaves, samples_of, to_device
-from raytrain_ddp.data.loading.own_sources import ArraySource
-from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.order import Draws, Plan
 from raytrain_ddp.errors import DataError, TaskError
 
 Pair = namedtuple("Pair", "image label")

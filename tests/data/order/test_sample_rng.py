@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_ddp.data.order.sample_rng import Draws, hash64
+from raytrain_ddp.data.order import Draws, hash64
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

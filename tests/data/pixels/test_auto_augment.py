@@ -13,7 +13,7 @@ from pictures import picture
 from torch import Tensor
 
 from raytrain_ddp.config.sections import AugmentConfig
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")

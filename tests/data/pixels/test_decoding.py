@@ -13,10 +13,15 @@ from torchvision.transforms import InterpolationMode
 
 from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.cropping import center_into, place_image, to_tensor
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.decoding import open_encoded_image
-from raytrain_ddp.data.pixels.image_batches import image_data, side_in
+from raytrain_ddp.data.pixels.image_batches import (
+    center_into,
+    image_data,
+    place_image,
+    side_in,
+    to_tensor,
+)
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 

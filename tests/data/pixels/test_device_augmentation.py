@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from raytrain_ddp.config.sections import AugmentConfig
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.gpu_augment import (
     ERASE_DRAWS,
     erase_boxes,

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.config.sections import AugmentConfig
-from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.cropping import crop_draws, random_box, shift_of
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes
-from raytrain_ddp.data.pixels.image_batches import device_augmentation
+from raytrain_ddp.data.pixels.image_batches import (
+    crop_draws,
+    device_augmentation,
+    random_box,
+    shift_of,
+)
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 

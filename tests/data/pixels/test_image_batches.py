@@ -15,9 +15,9 @@ from parquet_files import png
 from PIL import Image
 
 from raytrain_ddp.config.sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
+from raytrain_ddp.data.loading.loader import LoaderThreads, prefetched
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
-from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import FolderImages
 from raytrain_ddp.errors import DataError

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from raytrain_ddp.config.sections import AugmentConfig, ComputeConfig, DataConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.data.order import items_of_rank
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.gradients.tree_sum import TreeSum, subtrees
 from raytrain_ddp.training.monitoring.step_timing import Clock

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.sections import ComputeConfig, EvalConfig
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch
-from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.data.order import items_of_rank
 from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record

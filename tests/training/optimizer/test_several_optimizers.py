@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from logs import log_of
@@ -25,7 +26,7 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.order import EpochOrder, Plan
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task_loading import check_task
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
@@ -106,7 +107,9 @@ def test_a_dcgan_has_the_weights_of_a_plain_torch_loop(
     optimizers = Watched(config).optimizer(model)
     for number in range(2 * STEPS):
         epoch, step = divmod(number, STEPS)
-        rows = EpochOrder(data.blocks, "full", config.seed, epoch).read(*plan.span(step, 0))
+        rows = EpochOrder(data.blocks, "full", config.seed, epoch).at(
+            np.arange(*plan.span(step, 0))
+        )
         real = images[torch.from_numpy(rows)]
         names = kind.turns(None, number) if kind is GeneratorEveryThirdStep else [*optimizers]  # type: ignore
         for turn, name in enumerate(names):
