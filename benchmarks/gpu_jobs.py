@@ -186,7 +186,7 @@ def nccl(options: Options) -> None:
         began, connections = time.monotonic(), Connections()
         own_store = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
         dist.init_process_group("cpu:gloo,cuda:nccl", store=own_store, rank=0, world_size=1)
-        connections.opened(dist.group.WORLD, has_nccl=True)
+        connections.opened(dist.group.WORLD, aborts=True)
         total, vote = torch.ones(1 << 20, device=device), torch.ones(1)
         dist.all_reduce(total)
         dist.all_reduce(vote)

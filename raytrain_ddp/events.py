@@ -375,10 +375,17 @@ class WorkerFailed:
 
 @dataclass(frozen=True)
 class Died:
-    """Ray has found workers dead: what it says of each rank, and which were preempted."""
+    """Ray has found workers dead.
+
+    Args:
+        texts: what it says of each rank.
+        preempted: ranks of nodes that were taken away.
+        for_memory: ranks that it has ended because their node ran out of memory.
+    """
 
     texts: Mapping[int, str]
     preempted: Sequence[int]
+    for_memory: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

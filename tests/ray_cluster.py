@@ -22,7 +22,7 @@ from rich.console import Console
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.ray_backend.ray_start import SETTINGS
 from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.warm.warm_start import py_executable, start_early
 

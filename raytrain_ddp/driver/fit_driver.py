@@ -30,7 +30,6 @@ from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.events import End, Event, Note, Outcome, Phase, Plan
 from raytrain_ddp.process_state import process_as_found
-from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.membership import Membership
@@ -203,7 +202,7 @@ def _train_on_ray(named: NamedRun, address: str | None, dashboard: bool, watch: 
         start_warm_server,
     )
     from raytrain_ddp.ray_backend.placement import Layout
-    from raytrain_ddp.ray_backend.ray_process import in_ray_process
+    from raytrain_ddp.ray_backend.ray_process import in_ray_process, ray_output_to_file
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
     from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of

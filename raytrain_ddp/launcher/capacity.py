@@ -15,7 +15,7 @@ from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
 from raytrain_ddp.ray_backend.placement import local_resources
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.ray_backend.ray_start import SETTINGS
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no large objects in the embedded Ray
 

@@ -25,7 +25,7 @@ from raytrain_ddp.launcher.rank_environment import (
 )
 from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.ray_backend.cluster import live_node_resources
-from raytrain_ddp.ray_backend.ray_settings import by_value
+from raytrain_ddp.ray_backend.task_transfer import by_value
 from raytrain_ddp.uri import answer_within
 
 _POLL_S = 0.2

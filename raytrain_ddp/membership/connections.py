@@ -51,14 +51,14 @@ class Connections:
         return time.monotonic() - self._cut_at if self.is_cut else 0.0
 
     @property
-    def has_nccl(self) -> bool:
+    def aborts(self) -> bool:
         return self._of_gpus is not None
 
-    def opened(self, group: Any, has_nccl: bool = False) -> None:
+    def opened(self, group: Any, aborts: bool = False) -> None:
         """Called when the process group has been made.
 
         Args:
-            has_nccl: whether its collectives on GPUs are NCCL's.
+            aborts: whether its collectives on GPUs are NCCL's, and are aborted when a rank is lost.
         """
         import torch
 
@@ -73,7 +73,7 @@ class Connections:
         }
         self._own = {number: name for number, name in new.items() if number in watched} or new
         self._watched = [number for number, _ in self._connections()]
-        if has_nccl:
+        if aborts:
             self._of_gpus = group._get_backend(torch.device("cuda"))
 
     def wait_for_device(self) -> None:

@@ -34,7 +34,6 @@ _THERE_S = 20.0  # within this time, a rank that has died since it asked to join
 _POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # fixed; per rank
 _TRIES = 5
 _STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
-_COLLECTIVE_S = 1800.0  # as long as in Ray Train
 
 
 class RankLost(ConnectionError):
@@ -59,6 +58,9 @@ class Place:
         host: an address of this machine that the other ranks can reach.
         registry: keeps the roster; called from two threads.
         backend: the backend of the process groups: gloo, or cpu:gloo,cuda:nccl.
+        limit_s: the time limit of a collective.
+        stays: whether this process goes on when another one is lost: NCCL's collectives, which do
+            not notice that, are aborted then.
 
     Attributes:
         rank: the rank in the run.
@@ -66,10 +68,17 @@ class Place:
     """
 
     def __init__(
-        self, member: Member, host: str, registry: Registry, backend: str = "gloo"
+        self,
+        member: Member,
+        host: str,
+        registry: Registry,
+        backend: str = "gloo",
+        limit_s: float = 1800.0,
+        stays: bool = True,
     ) -> None:
         self._member, self._host, self._registry = member, host, registry
-        self._backend, self.rank = backend, member.rank
+        self._backend, self._limit_s, self.rank = backend, limit_s, member.rank
+        self._aborts = stays and "nccl" in backend
         self._connections, self._closed = Connections(), threading.Event()
         self.seat = Seat(0)
         self._connected, self._leaving = Seat(0), threading.Lock()
@@ -79,7 +88,7 @@ class Place:
         """Waits for the next generation and makes its process group; False: the run is over.
 
         Raises:
-            RankLost: the members repeatedly cannot connect to each other.
+            ConnectionError: the members repeatedly cannot connect to each other.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -97,7 +106,7 @@ class Place:
             except RuntimeError as error:  # DistError is one
                 self.leave()
                 if attempt == _TRIES - 1:
-                    raise RankLost(
+                    raise ConnectionError(
                         f"{_TRIES} times in a row, not all of {self.seat.size} ranks connected to "
                         f"each other, last through {self.seat.address}: {first_line(error)}"
                     ) from error
@@ -129,9 +138,9 @@ class Place:
             world_size=self.seat.size,
             timeout=limit,
         )
-        self._connections.opened(dist.group.WORLD, has_nccl="nccl" in self._backend)
+        self._connections.opened(dist.group.WORLD, self._aborts)
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
-        set_timeout(timedelta(seconds=_COLLECTIVE_S))
+        set_timeout(timedelta(seconds=self._limit_s))
         self._connected = self.seat
 
     def require_ranks(self) -> None:
@@ -150,7 +159,7 @@ class Place:
         Raises:
             RankLost: one was lost before; some of them were aborted.
         """
-        if self._connections.has_nccl:
+        if self._connections.aborts:
             self._connections.wait_for_device()
             if self._connections.is_cut:
                 raise RankLost("another rank was lost in the collectives of this step")
@@ -168,7 +177,7 @@ class Place:
                 if over and 0 < connected.number == member.last == self._connected.number:
                     was_cut = connections.is_cut
                     connections.cut(is_broken=True)
-                    if connections.has_nccl and connections.cut_s() > _STUCK_S:
+                    if connections.aborts and connections.cut_s() > _STUCK_S:
                         _end("the training thread has not left an aborted process group")
                     with self._leaving:
                         if was_cut and connected is self._connected:
@@ -179,7 +188,7 @@ class Place:
         """Waits until the next heartbeat is due; returns whether heartbeats are to stop. NCCL does
         not notice that a rank has left, so this thread checks for that."""
         limit_s, connections = beat_s(self._member.size), self._connections
-        if not connections.has_nccl or connections.is_cut:
+        if not connections.aborts or connections.is_cut:
             return self._closed.wait(limit_s)
         if connections.ends_within(limit_s):
             connections.cut(is_broken=True)
@@ -231,7 +240,7 @@ class Place:
             ending = dist.group.WORLD, self._connections, seat.rank, seat.size
             threading.Thread(target=let_go, args=ending, name="leaving").start()
         # Does not wait for what that thread still holds.
-        end_group(is_aborted=self._connections.has_nccl)
+        end_group(is_aborted=self._connections.aborts)
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
         """Waits until all ranks have called this."""

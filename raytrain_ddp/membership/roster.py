@@ -150,7 +150,11 @@ class Roster:
         if len(self._waiting) < member.least or now < self._counts_at:
             return None, {}
         self._counts_at = now + _CHECK_S * (member.size // 100) / 10  # counting takes long, too
-        there = {rank: each for rank, (each, at) in self._waiting.items() if self._asks(each, at)}
+        there = {
+            rank: each
+            for rank, (each, at) in self._waiting.items()
+            if self._asks(each, at) and rank < max(member.size, member.most)  # once, more trained
+        }
         left = set(self._running) - self._gone()
         goes_on = self._shrinks and any(there[r].last for r in left & there.keys())
         expected = left if goes_on else set(range(member.size))

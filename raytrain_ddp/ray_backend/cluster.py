@@ -17,7 +17,6 @@ from raytrain_ddp.config.recipe import have_bf16
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note
-from raytrain_ddp.ray_backend.auth_token import use_token
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
@@ -28,12 +27,15 @@ from raytrain_ddp.ray_backend.placement import (
 )
 from raytrain_ddp.ray_backend.ray_private import quick_start
 from raytrain_ddp.ray_backend.ray_process import caller
-from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings, short_folder
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
+    applied_settings,
+    ray_settings,
     require_listener,
     require_same,
+    short_folder,
     start_with_retries,
+    use_token,
 )
 from raytrain_ddp.ray_backend.task_transfer import shipped_code
 from raytrain_ddp.uri import answer_within

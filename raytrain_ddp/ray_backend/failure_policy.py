@@ -1,4 +1,4 @@
-"""Decides after worker failures whether to retry or give up. Consumes events; does not use Ray.
+"""Decides after worker failures whether to retry or give up, by the events of the run.
 
 Ray replaces dead workers without limit; whether that is worthwhile is decided here, since only
 the driver knows whether the run makes progress:
@@ -32,7 +32,6 @@ from raytrain_ddp.events import (
     Preempted,
     WorkerFailed,
 )
-from raytrain_ddp.ray_backend.foreign_texts import is_ended_for_memory
 
 KEPT = "Committed checkpoints are kept; run the same command again to resume."
 _MEMORY = (
@@ -154,7 +153,7 @@ class FailurePolicy:
         node = self._start.node(rank)
         where = f"on {node} {f'at step {step}' if step else 'while starting'}"
         cause = {"rank": rank, "node": node, "step": step, "error": what}
-        if is_ended_for_memory(event.texts.get(rank, "")):
+        if rank in event.for_memory:
             self._for_memory += 1
             said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:

@@ -38,11 +38,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Draining:
-    """Nodes of workers that will be taken away; the names are Ray Train's."""
+    """Nodes of workers that will be taken away."""
 
     deadline_ms: int | None  # since the epoch; None: unknown
-    preempted_node_ids: list[str]
-    preempted_ranks: list[int]
+    nodes: list[str]  # ids
+    ranks: list[int]
 
 
 def _draining(node_ids: Mapping[int, str]) -> Draining | None:
@@ -88,11 +88,6 @@ class Mailbox:
             self.push([Alive(alive)])
         events, self._events = self._events, []
         return events
-
-    def join(self, start: str, rank: int, node: str) -> bool:
-        """A worker of `start` begins; returns whether it may."""
-        self.push([Joined(start, rank, node)])
-        return not self._over
 
     def meet(self, member: Member) -> Seat | None:
         """See `Roster.meet`; all members of a complete generation have joined a start."""

@@ -152,7 +152,7 @@ class PrometheusMetrics:
     def take(self, event: Event) -> None:
         """Handles an event of any kind: those shown, and "at", the step in progress."""
         with suppress(Exception), self._lock:
-            self._note(event)
+            self._update(event)
         self._export()
 
     def close(self) -> None:
@@ -174,9 +174,9 @@ class PrometheusMetrics:
                 named = {"run": self._run, **dict(zip(names, tags, strict=True))}
                 self._gauges[name].set(float(value), named)
 
-    def _note(self, event: Event) -> None:
+    def _update(self, event: Event) -> None:
         values, kind = self._values, type(event)
-        self._note_attributes(event)
+        self._set_attributes(event)
         values[("state",)] = _STATES.get(kind, values[("state",)])
         if kind in _TIMES:
             values[(_TIMES[kind],)] = time.time()
@@ -193,10 +193,10 @@ class PrometheusMetrics:
                 values[("step",)] = event.step - 1
                 values[("last_step_timestamp_seconds",)] = time.time()
             case Train():
-                self._note_timing(event.timing)
-                self._note_each("training_scalar", event.scalars)
+                self._set_timing(event.timing)
+                self._set_each("training_scalar", event.scalars)
             case Eval():
-                self._note_each("evaluation", event.metrics)
+                self._set_each("evaluation", event.metrics)
                 if event.best:
                     values["best_evaluation", event.monitor] = event.metrics[event.monitor]
             case Failed():  # each counts, also of workers that had not begun to train again
@@ -205,22 +205,22 @@ class PrometheusMetrics:
             case Preempted() if self._lost != "preemption":
                 self._restart("preemption")
 
-    def _note_timing(self, timing: Timing) -> None:
-        self._note_attributes(timing)
+    def _set_timing(self, timing: Timing) -> None:
+        self._set_attributes(timing)
         for key in self._values:  # a phase that takes no time anymore, another slowest rank
             if key[0] in ("phase_seconds", "slowest_rank_ratio"):
                 self._values[key] = 0
-        self._note_each("phase_seconds", timing.split_s)
+        self._set_each("phase_seconds", timing.split_s)
         if slowest := timing.slowest:  # None with one rank
             self._values["slowest_rank_ratio", f"{slowest.rank}", slowest.phase] = slowest.ratio
 
-    def _note_attributes(self, event: object) -> None:
+    def _set_attributes(self, event: object) -> None:
         for name, (_, of, _) in GAUGES.items():
             value = getattr(event, of.get(type(event), ""), None)
             if value is not None:
                 self._values[(name,)] = value
 
-    def _note_each(self, name: str, found: Mapping[str, float]) -> None:
+    def _set_each(self, name: str, found: Mapping[str, float]) -> None:
         for tag, value in found.items():
             self._values[name, tag] = value
 

@@ -38,42 +38,32 @@ def draining_nodes() -> Mapping[str, int]:
     return ends_ms
 
 
-def replacing_config(backend: str) -> Any:
-    """A TorchConfig with which Ray Train replaces a worker that dies while the others live: each is
-    a replica group of its own. Ray Train then makes no process group.
+def torch_config(replaces: bool) -> Any:
+    """A TorchConfig with which Ray Train makes no process group.
 
-    Only Ray's own torchft backend has replica groups. Without them (None), all workers restart.
+    Args:
+        replaces: a worker that dies is replaced while the others live, as each is a replica group
+            of its own, which only Ray's own torchft backend has. Without them, see `can_replace`,
+            all workers restart.
     """
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig
 
-    class ReplacingBackend(Backend):  # type: ignore[misc]
-        has_replica_groups = True
+    class OwnGroups(Backend):  # type: ignore[misc]
+        has_replica_groups = replaces
+        share_cuda_visible_devices = True  # as in Ray Train's own: NCCL connects GPUs directly
 
-    class ReplacingConfig(TorchConfig):  # type: ignore[misc]
-        backend_cls = ReplacingBackend
+    class OwnConfig(TorchConfig):  # type: ignore[misc]
+        backend_cls = OwnGroups
 
-    return ReplacingConfig(backend=backend) if hasattr(Backend, "has_replica_groups") else None
+    return OwnConfig()
 
 
-def nccl_config(backend: str, timeout_s: int, settings: Mapping[str, str]) -> Any:
-    """A TorchConfig that sets environment variables before the process group is made, where a
-    worker's node has not set them. Without it, NCCL's defaults hold."""
-    from ray.train.torch import TorchConfig
+def can_replace() -> bool:
+    """Whether Ray Train can replace a worker while the others live."""
+    from ray.train.backend import Backend
 
-    from raytrain_ddp.membership.process_group import set_missing
-
-    usual = TorchConfig().backend_cls
-
-    class WithSettings(usual):  # type: ignore[misc, valid-type]
-        def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            worker_group.execute(set_missing, dict(settings))
-            super().on_start(worker_group, backend_config)
-
-    class NcclConfig(TorchConfig):  # type: ignore[misc]
-        backend_cls = WithSettings
-
-    return NcclConfig(backend=backend, timeout_s=timeout_s)
+    return hasattr(Backend, "has_replica_groups")
 
 
 def trainer_class() -> Any:

@@ -3,12 +3,13 @@
 Ray changes the process that connects to it: environment, signal handlers, logging, hooks. If its
 raylet dies, its C++ code ends that process, which no Python code there can prevent or notice. So
 the caller's process does not connect: it shows the events, receives the signals, and reports the
-end.
+end. What Ray prints goes to a file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import pickle
 import signal
@@ -17,11 +18,14 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
+from raytrain_ddp.checkpoint.run_folder import LOGS
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import RemoteTraceback, RetriesExhausted
 from raytrain_ddp.signals import STOP_SIGNALS, handling, heeded, relayed_by
 
@@ -161,3 +165,44 @@ def _work(work: Callable[[Show], None], its: Connection, parent: int) -> None:
         end = _Letter(False, raised, "".join(traceback.format_exception(error)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     its.send(tuple(end))
+
+
+# ------------------------------------------------------------------ what Ray prints
+
+
+@contextmanager
+def ray_output_to_file(run: Storage) -> Iterator[None]:
+    """Redirects standard output and error of this thread, and of Ray's, to the run's
+    logs/driver.log.
+
+    A display created before keeps the terminal, as it writes to the stream itself.
+    """
+    path = Path(run.path) / LOGS / "driver.log" if run.is_local else Path("/dev/null")
+    own = threading.current_thread()
+    with (
+        redirect_stdout(_ByThread(path, sys.stdout, own)),
+        redirect_stderr(_ByThread(path, sys.stderr, own)),
+    ):
+        yield
+
+
+class _ByThread(io.TextIOBase):
+    """Appends what one thread and Ray's write to a file, created then, and passes the rest to the
+    stream it replaces. Errors of the file, such as a full disk, are ignored."""
+
+    def __init__(self, path: Path, replaced: TextIO, own: threading.Thread) -> None:
+        self._path, self._replaced, self._own = path, replaced, own
+
+    def write(self, text: str) -> int:
+        thread = threading.current_thread()
+        if thread is not self._own and not thread.name.startswith(("ray_", "ray-")):
+            return self._replaced.write(text)
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if threading.current_thread() is not self._own:
+            self._replaced.flush()

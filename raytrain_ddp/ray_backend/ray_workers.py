@@ -29,8 +29,9 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import absolute_path
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import ControllerStarted, Died, Placed
-from raytrain_ddp.membership.process_group import collective_timeout, nccl_settings
+from raytrain_ddp.membership.process_group import collective_timeout
 from raytrain_ddp.ray_backend import ray_private
+from raytrain_ddp.ray_backend.failure_causes import is_ended_for_memory
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.train_report import RunFiles, train_and_report
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_as
@@ -50,7 +51,7 @@ class RayWorkers:
 
     Args:
         layout: the configured layout. With MIN:MAX, as many workers start as there is room for.
-        given: what each worker receives, without `least` and `size`.
+        given: what each worker receives, without what is chosen here.
 
     Attributes:
         size: how many workers there are at first, if dead ones are replaced; else 0.
@@ -63,7 +64,7 @@ class RayWorkers:
     ) -> None:
         self._config, self._run, self._layout = config, run, layout
         least = self.size = 0
-        if _are_replaced(config, layout):
+        if replaced := _are_replaced(config, layout):
             # Workers that are placed one by one could not keep a strict placement.
             is_strict = config.scaling.placement.startswith("STRICT")
             any_goes_on = config.exact and layout.least == layout.most and not is_strict
@@ -72,12 +73,20 @@ class RayWorkers:
             self.size = max(layout.least, min(workers_that_fit(layout, nodes), layout.most))
         self.least_left = least if least < layout.most else 0
         self.notes = [_RESTARTS_ALL] if config.scaling.replace_workers is True else []
-        if least or layout.most == 1:
+        if replaced or layout.most == 1:
             self.notes.clear()
-        if 0 < self.size < layout.most:
+        if replaced and self.size < layout.most:
             room = f"there is room for {self.size} of {layout.said}: others join when they fit"
             self.notes.append(room)
-        self._given = dataclasses.replace(given, least=least, size=self.size)
+        self._given = dataclasses.replace(
+            given,
+            replaced=replaced,
+            least=least,
+            size=self.size,
+            most=layout.most if replaced else 0,
+            backend=layout.backend,
+            limit_s=collective_timeout(config.scaling).total_seconds(),
+        )
         self._singles = _SingleWorkers(self._given, layout, config.scaling.placement)
         self._controller: Any = None
         self._placement: Any = None
@@ -116,20 +125,9 @@ class RayWorkers:
                 callbacks=[_FailureCallback(self._given.mailbox, driver)],
                 logging_config=LoggingConfig(log_level="WARNING"),
             ),
-            torch_config=self._torch_config(),
+            torch_config=ray_private.torch_config(self._given.replaced),
         )
         return pickle.dumps(trainer.fit())
-
-    def _torch_config(self) -> Any:
-        from ray.train.torch import TorchConfig
-
-        backend = self._layout.backend
-        if self.size:  # the workers make their process groups
-            return ray_private.replacing_config(backend)
-        if "nccl" not in backend:
-            return TorchConfig(backend=backend)
-        timeout_s = int(collective_timeout(self._config.scaling).total_seconds())
-        return ray_private.nccl_config(backend, timeout_s, nccl_settings(self._config))
 
     def look(self, others_train: bool) -> None:
         """Starts workers that there is room for, and restarts dead ones; cheap to call often.
@@ -166,8 +164,7 @@ def _are_replaced(config: TrainConfig, layout: Layout) -> bool:
     wanted = config.scaling.replace_workers
     if "nccl" in layout.backend:
         wanted = wanted is True and bool(config.scaling.hang_s)
-    able = ray_private.replacing_config(layout.backend) is not None
-    return bool(wanted) and layout.most > 1 and able
+    return bool(wanted) and layout.most > 1 and ray_private.can_replace()
 
 
 class _SingleWorkers:
@@ -243,12 +240,11 @@ class _FailureCallback(UserCallback):  # type: ignore[misc]
 
 
 def _died(exceptions: dict[int, Exception], suffix: str = "") -> Died:
-    """What Ray says of dead workers, by rank, and which of them died with a node whose preemption
-    had been announced."""
+    """What Ray says of dead workers, by rank."""
     texts, preempted = {}, []
     for rank, error in exceptions.items():
         inner = ray_private.underlying(error)
         texts[rank] = f"{type(inner).__name__}: {error}"[:_MOST_CHARACTERS] + suffix
         if isinstance(inner, RayActorError) and inner.preempted:
             preempted.append(rank)
-    return Died(texts, preempted)
+    return Died(texts, preempted, [rank for rank in texts if is_ended_for_memory(texts[rank])])

@@ -1,8 +1,11 @@
-"""What workers need of the user's code: the task, and the modules of the task and the model."""
+"""What workers need of code: the user's task, the modules of the task and the model, and ours."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from raytrain_ddp import user_code
@@ -75,3 +78,18 @@ def shipped_code(config: TrainConfig) -> dict[str, Any]:
         if is_package or module.is_file():
             shipped.append(str(package if is_package else module))
     return {"py_modules": shipped} if shipped else {}
+
+
+@contextmanager
+def by_value(*modules: ModuleType) -> Iterator[None]:
+    """Within this context, Ray pickles objects of these modules by value: nodes need not have
+    them."""
+    from ray import cloudpickle
+
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)

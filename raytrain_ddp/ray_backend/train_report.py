@@ -76,7 +76,7 @@ def train_and_report(given: Mapping[str, Any]) -> None:
     Args:
         given: "given", the settings of the worker, and "files", the `RunFiles` of the run.
     """
-    train_on_worker({"given": given["given"]})
+    train_on_worker(given["given"])
     report = threading.Thread(target=_report, args=(given["given"], given["files"]), daemon=True)
     report.start()  # after the driver has the outcome, which nothing here can change
     report.join(REPORT_S)

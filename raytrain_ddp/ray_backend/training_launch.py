@@ -42,7 +42,7 @@ from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
 from raytrain_ddp.ray_backend.ray_process import LOST
-from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
+from raytrain_ddp.ray_backend.ray_start import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.task_transfer import code_of, import_paths
 from raytrain_ddp.ray_backend.train_report import REPORT_S
 from raytrain_ddp.ray_backend.worker import WorkerSettings
@@ -61,7 +61,7 @@ def run_workers(
     config: TrainConfig,
     run: Storage,
     layout: Layout,
-    show: Callable[[Event], None],
+    tell: Callable[[Event], None],
     committed: int = 0,
     task: bytes | None = None,
     lease: str = "",
@@ -88,15 +88,15 @@ def run_workers(
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
-    show(Phase("loading torch"))  # while the mailbox starts
+    tell(Phase("loading torch"))  # while the mailbox starts
     from raytrain_ddp.ray_backend.ray_workers import RayWorkers
 
     scaling, nodes = config.scaling, LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
-    def announce(event: Event) -> None:
+    def show(event: Event) -> None:
         metrics.take(event)
-        show(event)
+        tell(event)
 
     given = WorkerSettings(
         config=to_dict(config),
@@ -108,18 +108,14 @@ def run_workers(
         threads=max(1, int(layout.per_worker["CPU"])),
         lease=lease,
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
-        most=layout.most,
-        backend=layout.backend,
         code=code_of(config),
         argv=tuple(sys.argv),
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
     workers = RayWorkers(config, run, layout, given)
     failures = FailurePolicy(scaling.max_failures, committed, workers.size)
-    waiting = CapacityWatch(
-        layout, scaling.wait_s, nodes, announce, nodes.awake, workers.least_left
-    )
-    listener = _Listener(mailbox, workers, failures, waiting, metrics, announce, nodes.awake)
+    waiting = CapacityWatch(layout, scaling.wait_s, nodes, show, nodes.awake, workers.least_left)
+    listener = _Listener(mailbox, workers, failures, waiting, metrics, show, nodes.awake)
     try:
         with handling(heeded(), listener.on_signal):
             for text in workers.notes:
@@ -130,7 +126,7 @@ def run_workers(
                 if listener.outcome is not None:
                     of_ray = ended if isinstance(ended, bytes) else b""
                     return replace(listener.outcome, of_ray=of_ray)
-                announce(failures.ended(_said(ended)))
+                show(failures.ended(_said(ended)))
                 waiting.lost()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()

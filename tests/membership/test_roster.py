@@ -62,6 +62,15 @@ def test_fault_51_a_generation_needs_all_ranks_and_refuses_a_process_that_was_re
     assert clocked.asks(1, "d") == (2, "host:97")
 
 
+def test_a_start_with_fewer_ranks_does_not_wait_for_those_of_the_one_before() -> None:
+    roster = Roster(lambda: 0.0)
+    assert roster.meet(Member(2, 3, 3, "c", 0, "a"))[0] is None
+    assert roster.meet(Member(0, 2, 2, "d", 0, "a"))[0] is None
+    seat = roster.meet(Member(1, 2, 2, "e", 0, "a"))[0]
+    assert seat is not None
+    assert (seat.size, seat.ranks) == (2, ())
+
+
 def test_a_pause_of_the_roster_does_not_count_as_silence_of_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

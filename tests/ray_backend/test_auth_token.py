@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.ray_backend.auth_token import use_token
+from raytrain_ddp.ray_backend.ray_start import use_token
 
 
 @pytest.fixture

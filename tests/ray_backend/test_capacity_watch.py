@@ -16,8 +16,9 @@ from event_records import to
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Alive, Joined
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch
+from raytrain_ddp.ray_backend.mailbox import Draining
 from raytrain_ddp.ray_backend.placement import Layout
-from raytrain_ddp.ray_backend.preemption import STOP, Notice
+from raytrain_ddp.ray_backend.ray_membership import STOP, Notice
 
 Event = Mapping[str, Any]
 
@@ -106,19 +107,17 @@ class FakeNotice:
     """A Notice with a fake clock and fake answers from Ray."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
-        from raytrain_ddp.ray_backend import preemption
+        from raytrain_ddp.ray_backend import ray_membership
 
         self.now, self.said, self.notes = 1000.0, None, []
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 5e8)
-        monkeypatch.setattr(preemption, "time", clock)
+        monkeypatch.setattr(ray_membership, "time", clock)
         self.notice = Notice(every_s, to(self.notes))
 
     def drain(self, left_s: float | None, nodes: Mapping[str, list[int]] = ONE) -> None:
         deadline_ms = None if left_s is None else int(1e3 * (self.now + 5e8 + left_s))
         ranks = sorted(rank for ranks in nodes.values() for rank in ranks)
-        self.said = SimpleNamespace(
-            deadline_ms=deadline_ms, preempted_node_ids=sorted(nodes), preempted_ranks=ranks
-        )
+        self.said = Draining(deadline_ms, sorted(nodes), ranks)
 
     def steps(self, seconds: float, each_s: float = 0.5) -> list[tuple[float, Any]]:
         """Runs steps as the training loop does; returns when each request occurred."""

@@ -14,6 +14,7 @@ from event_records import record
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.events import Died
 from raytrain_ddp.ray_backend import failure_policy
+from raytrain_ddp.ray_backend.failure_causes import is_ended_for_memory
 
 Event = Mapping[str, Any]
 
@@ -68,7 +69,9 @@ class Scenario:
         for peer in peers:
             self.words(peer, "peer", step, "RuntimeError")
         texts = {rank: KILLED.format(self.starts) + why, **dict.fromkeys(peers, "connection")}
-        return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        for_memory = [rank for rank in texts if is_ended_for_memory(texts[rank])]
+        died = {"kind": "died", "texts": texts, "preempted": [], "for_memory": for_memory}
+        return self.policy.take(died)
 
     def saved(self, step: int) -> Scenario:
         assert self.policy.take({"kind": "checkpoint", "step": step, "seconds": 0.1}) is None

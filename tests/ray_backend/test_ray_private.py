@@ -26,7 +26,8 @@ def test_ray_still_has_what_is_not_public_and_used() -> None:
 
     assert callable(state.state.get_draining_nodes)
     assert Backend.has_replica_groups is False
-    assert ray_private.replacing_config("gloo").backend_cls.has_replica_groups
+    for replaces in (True, False):
+        assert ray_private.torch_config(replaces).backend_cls.has_replica_groups is replaces
     created = inspect.getsource(TorchTrainer._create_default_callbacks)
     assert "self._create_default_callbacks()" in source("train/v2/api/data_parallel_trainer.py")
     assert all(name in created for name in ("DatasetsCallback", "PlacementGroupCleanerCallback"))

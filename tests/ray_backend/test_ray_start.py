@@ -23,9 +23,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend import ray_start
 from raytrain_ddp.ray_backend.cluster import ray_connection
-from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
-from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
-from raytrain_ddp.ray_backend.ray_start import start_with_retries
+from raytrain_ddp.ray_backend.ray_process import ray_output_to_file
+from raytrain_ddp.ray_backend.ray_start import applied_settings, ray_settings, start_with_retries
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
 

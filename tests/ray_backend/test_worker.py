@@ -102,8 +102,8 @@ def test_fault_26_an_error_keeps_its_exit_status_on_the_way_to_the_driver(
 # ------------------------------------------------------------------ its process
 
 
-def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
-    """The cause that a rank reports for an error after Ray destroyed its group."""
+def reported_cause(rank: int, size: int, is_affected: bool) -> tuple[str, str]:
+    """The cause that a rank reports for an error after its group was ended."""
     import torch
     import torch.distributed as dist
 
@@ -114,14 +114,14 @@ def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         with mock.patch("ray.get"):
-            report_failure(WorkerSettings({}, ".", (), None, mailbox), rank, 7, error, torn_down)
+            report_failure(WorkerSettings({}, ".", (), None, mailbox), rank, 7, error, is_affected)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return raised, reported[0].cause
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fault_01_a_rank_whose_group_ray_destroyed_blames_its_peers(workers: Group):
+def test_fault_01_a_rank_whose_group_was_ended_blames_its_peers(workers: Group):
     assert workers(2, reported_cause, True) == [("ValueError", "peer")] * 2
     assert workers(2, reported_cause, False) == [("ValueError", "error")] * 2
 
@@ -129,7 +129,7 @@ def test_fault_01_a_rank_whose_group_ray_destroyed_blames_its_peers(workers: Gro
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
 def test_fault_05_a_worker_that_misses_its_raylets_exit_ends_with_it():
     code = (
-        "import os, time; from raytrain_ddp.ray_backend.worker_process import end_with_raylet\n"
+        "import os, time; from raytrain_ddp.ray_backend.worker import end_with_raylet\n"
         "if os.fork(): time.sleep(60)\n"
         "end_with_raylet(); print(flush=True); time.sleep(60)"
     )

@@ -25,8 +25,7 @@ from raytrain_ddp.ray_backend.placement import (
     embedded_resources,
     lack_of_room,
 )
-from raytrain_ddp.ray_backend.ray_settings import by_value
-from raytrain_ddp.ray_backend.task_transfer import import_paths
+from raytrain_ddp.ray_backend.task_transfer import by_value, import_paths
 from raytrain_ddp.tools.doctor import node_actor
 from raytrain_ddp.tools.doctor.assessment import Report, assess
 from raytrain_ddp.tools.doctor.node_actor import versions

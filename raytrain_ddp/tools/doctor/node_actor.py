@@ -70,7 +70,7 @@ class NodeActor:
         import torch
 
         from raytrain_ddp.config.recipe import from_dict
-        from raytrain_ddp.ray_backend.worker_process import enter_folder
+        from raytrain_ddp.ray_backend.worker import enter_folder
         from raytrain_ddp.training.build import Build
         from raytrain_ddp.training.runtime.world import World
 

@@ -35,7 +35,7 @@ from raytrain_ddp.errors import (
 )
 from raytrain_ddp.files import replace_with
 from raytrain_ddp.ray_backend.task_transfer import import_paths
-from raytrain_ddp.ray_backend.worker_process import enter_folder
+from raytrain_ddp.ray_backend.worker import enter_folder
 from raytrain_ddp.tools.inference.inputs import Column, open_input
 from raytrain_ddp.tools.inference.loaded_model import Outputs, columns_of, loaded, outputs
 from raytrain_ddp.tools.staging import Staging, different

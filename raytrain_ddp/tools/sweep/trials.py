@@ -240,7 +240,7 @@ def run_sweep(args: SweepArgs, sweep: Sweep) -> int:
 
 def _run(args: SweepArgs, sweep: Sweep, goal: str, tell: Callable[[str], None]) -> None:
     from raytrain_ddp.ray_backend.cluster import cluster, only_one
-    from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
+    from raytrain_ddp.ray_backend.ray_process import ray_output_to_file
 
     started = cluster(sweep.base, args.address, False, tell)
     with only_one(), ray_output_to_file(sweep.folder), started as layout:

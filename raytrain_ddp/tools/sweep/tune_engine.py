@@ -30,10 +30,9 @@ from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError, first_line
 from raytrain_ddp.events import Eval, Event, SweepStop
-from raytrain_ddp.ray_backend.ray_settings import applied_settings
+from raytrain_ddp.ray_backend.ray_start import applied_settings
 from raytrain_ddp.ray_backend.task_transfer import import_paths
-from raytrain_ddp.ray_backend.worker import require_folder
-from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
+from raytrain_ddp.ray_backend.worker import end_with_raylet, enter_folder, require_folder
 from raytrain_ddp.tools.sweep.space import parse_space, tidy
 from raytrain_ddp.tools.sweep.trials import Sweep, trial_config
 from raytrain_ddp.training.membership import Membership
