@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -348,6 +348,7 @@ def hash64(*values: int) -> int:
 def mix64(x: Bits) -> Bits:
     """Well-mixed 64-bit numbers from an array of uint64 or from one integer; a bijection: the
     finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    bits: Any = x
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return cast(Bits, bits ^ (bits >> 31))

@@ -200,13 +200,12 @@ class ShardImages(ImageSource):
         """The name of the file, and the row in it, from 0."""
         shard, _ = self._blocks[self._blocks_of(row)]
         first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
-        name: str = shard.name
-        return name, row - int(self._starts[first])
+        return shard.name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
         block = self._blocks_of(row)
         shard, group = self._blocks[block]
-        return shard.where_in(group, row - int(self._starts[block]))
+        return str(shard.where_in(group, row - int(self._starts[block])))
 
     def _blocks_of(self, rows: Any) -> Any:
         """The block of a row, or of each of several."""

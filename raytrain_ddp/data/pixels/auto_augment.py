@@ -125,7 +125,8 @@ def _operate(image: Tensor, name: str, magnitude: float, policy: str) -> Tensor:
     if name == "Sharpness":
         return _sharpness(image, 1 + magnitude)
     if name == "Hue":
-        return functional.adjust_hue(image, magnitude)
+        turned: Tensor = functional.adjust_hue(image, magnitude)
+        return turned
     by = _torchvisions(policy)
     made: Tensor = by._apply_image_or_video_transform(
         image, name, magnitude, by.interpolation, by._fill
