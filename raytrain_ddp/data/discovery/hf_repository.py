@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, Splits
@@ -23,6 +24,8 @@ from raytrain_ddp.errors import (
     in_one_line,
     quoted,
 )
+
+T = TypeVar("T")
 
 BY_NAME = "hf:"
 """The prefix of a data set that `datasets` loads: of its name on the Hub, or of its folder."""
@@ -112,7 +115,11 @@ def loaded(source: str, shown: str, asked: str) -> Splits:
     with _reported(f"{shown}: datasets cannot load it"):
         builder = _builder(source.removeprefix(BY_NAME), None, shown, asked)
         builder.download_and_prepare()
-        return _files_of(builder.as_dataset())
+        tables = builder.as_dataset()
+    return {
+        str(split): [str(file["filename"]) for file in table.cache_files]
+        for split, table in tables.items()
+    }
 
 
 def _builder(path: str, cache: str | None, shown: str, asked: str) -> Any:
@@ -156,21 +163,28 @@ def saved_to_disk(listing: FileListing) -> Splits | None:
     DatasetDict; otherwise None.
 
     Raises:
-        DataError: a file of it is missing or damaged, or it is not on a local disk.
+        DataError: a file of it is missing or damaged.
     """
-    if _SPLITS not in listing.files and not {_STATE, _INFO} <= {*listing.files}:
-        return None
-    if not listing.is_local:
-        raise DataError(f"{listing.shown}: written by save_to_disk: copy it to a local disk.")
-    with _reported(f"{listing.shown}: datasets cannot load it", " Copy it again.", listing.root):
-        import datasets
-
-        tables = datasets.load_from_disk(listing.root)
-        return _files_of(tables if isinstance(tables, dict) else {"": tables})
-
-
-def _files_of(tables: Mapping[Any, Any]) -> Splits:
-    return {
-        str(split): [str(file["filename"]) for file in table.cache_files]
-        for split, table in tables.items()
+    folders = {"": ""} if {_STATE, _INFO} <= {*listing.files} else {}
+    if _SPLITS in listing.files:
+        names = _content(listing, _SPLITS, lambda found: [*map(str, found["splits"])])
+        folders = {name: f"{name}/" for name in names}
+    found = {
+        split: _content(listing, f"{folder}{_STATE}", _file_names)
+        for split, folder in folders.items()
     }
+    return {split: [folders[split] + n for n in names] for split, names in found.items()} or None
+
+
+def _file_names(state: Any) -> list[str]:
+    return [str(file["filename"]) for file in state["_data_files"]]
+
+
+def _content(listing: FileListing, name: str, part: Callable[[Any], T]) -> T:
+    """A part of a JSON file."""
+    if name not in listing.files:
+        raise DataError(f"{listing.shown}: {name} is missing: copy it again.")
+    try:
+        return part(json.loads(listing.content(name)))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f"{listing.shown}: {name} is damaged: copy it again.") from None

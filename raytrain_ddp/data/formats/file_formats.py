@@ -285,6 +285,8 @@ def open_shard(uri: str, config: DataConfig, binary: bool) -> Shard:
         raise DataError(f"{name}: {NO_FILE}: remove it.")
     is_local = "://" not in uri
     outcome = with_retries(lambda: form.open(Opened.at(uri, name), config, binary), is_local)
+    if isinstance(outcome, FileNotFoundError):
+        raise DataError(f"{name}: no such file.")
     return unless_failed(outcome, uri, f"{name}: not a readable {form.title} file")
 
 

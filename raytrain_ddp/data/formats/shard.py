@@ -161,14 +161,20 @@ class Shard:
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         return rows_in(self.read(groups, columns), columns) if groups else []
 
-    def image_at(self, path: str) -> bytes | BadRecord:
-        """Reads an image that has its own file: on this machine, or below the folder of images."""
+    def place_of(self, path: str) -> str | BadRecord:
+        """The place of an image: on this machine, or below the folder of the images."""
         shown = in_one_line(path)
         if path.startswith("data:") or "\0" in path or (self.is_local and "://" in path):
             return BadRecord(f"{shown}: not the path of a file")
         if not self.is_local and leads_out(path):
             return BadRecord(f"{shown} is not in the folder of its images or below it")
-        place = os.path.join(self.at.image_root, path)
+        return os.path.join(self.at.image_root, path)
+
+    def image_at(self, path: str) -> bytes | BadRecord:
+        """Reads an image that has its own file."""
+        place, shown = self.place_of(path), in_one_line(path)
+        if isinstance(place, BadRecord):
+            return place
         image = image_in(self.at.image_fs, place, self.at.uri, shown)
         return BadRecord(f"{shown}: {image}") if isinstance(image, BadRecord) else image
 

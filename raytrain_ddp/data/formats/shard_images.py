@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
@@ -43,9 +43,9 @@ _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
 _READERS = 2  # of local files: mostly copying, concurrent with decoding threads
 _LABEL_READERS = 16
+_TRIED = 16  # images of a list
 _README = "README.md"
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
-_CACHE_THREADS = 64  # no fewer than threads that need a block now, or read in advance
 
 Image = bytes | BadRecord
 
@@ -106,6 +106,7 @@ class ShardImages(ImageSource):
             self.class_names = [*self._labels_of.names]
         self._remote = any(not shard.is_local for shard in self._shards)
         self._groups = self._new_groups()
+        self._require_images()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -156,23 +157,19 @@ class ShardImages(ImageSource):
         its images), independent of where the files are.
 
         Raises:
-            DataError: no image of a list exists, or one does not, and bad records are an error.
+            DataError: an image of a list does not exist, and bad records are an error.
         """
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
-        paths = [path for path, _ in self.files or ()]
-        sizes = sizes_of(paths)
-        missing = [row for row, size in enumerate(sizes) if size < 0]
-        if missing and (not self._config.may_skip or len(missing) == len(sizes)):
-            first = missing[0]
-            raise DataError(
-                f"{self.where(first)}: {in_one_line(paths[first])}: no such file; missing are "
-                f"{len(missing)} of {len(sizes)}. Restore them, remove the rows, set --data.root "
-                "to the folder that the paths are relative to, or --data.bad-records skip."
-            )
-        digest.update("".join(f"{size}\n" for size in sizes).encode())
+        for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
+            if size < 0 and not self._config.may_skip:
+                raise DataError(
+                    f"{self.where(row)}: {in_one_line(self.paths()[row])}: no such file. Restore "
+                    "it, remove the row, or set --data.bad-records skip."
+                )
+            digest.update(f"{size}\n".encode())
         return digest.hexdigest()
 
     @property
@@ -244,6 +241,24 @@ class ShardImages(ImageSource):
         used = used or (lambda block: np.ones(self.blocks[block], bool))
         limit_bytes = self._config.memory_mib * _MIB
         return RowGroupCache(self._load, self.block_bytes, limit_bytes, threads, used)
+
+    def _require_images(self) -> None:
+        """Finds a wrong folder of images early: the first of a list must not all be missing."""
+        for block, (shard, group) in enumerate(self._blocks):
+            if group or not shard.is_local or not shard.has_files:
+                continue
+            first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
+            tried = [shard.place_of(path) for path in first if path]
+            if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
+                continue
+            where = self.where(int(self._starts[block]))
+            if isinstance(tried[0], BadRecord):
+                raise DataError(f"{where}: {tried[0]}.")
+            remedy = "Set --data.root to" if self._columns else "Put the list into"
+            raise DataError(
+                f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
+                f"too. {remedy} the folder that the paths are relative to."
+            )
 
     # -------------------------------------------------------------- the labels
 
@@ -357,11 +372,11 @@ class ImageGroup:
 class _Kept:
     size_bytes: int  # expected, then measured
     unread: RowMask  # (rows,): the rows still to be read in this pass over the data
-    content: Future[ImageGroup]
+    content: Future[ImageGroup] = field(default_factory=Future)
 
 
 class RowGroupCache:
-    """Blocks that are loaded by threads of their own, on demand or in advance.
+    """Blocks that are loaded on demand by the thread that needs them, or in advance by others.
 
     Thread-safe: threads wait for each other only for the same block.
 
@@ -370,7 +385,7 @@ class RowGroupCache:
         sizes: approximate bytes of each in memory, shape (blocks,).
         limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
             that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
-        ahead: maximum number of blocks read in advance concurrently.
+        threads: maximum number of blocks read in advance concurrently.
         used: block -> whether each of its rows is ever read, shape (rows in the block,).
     """
 
@@ -379,28 +394,31 @@ class RowGroupCache:
         load: Callable[[int], ImageGroup],
         sizes: Rows,
         limit_bytes: int,
-        ahead: int,
+        threads: int,
         used: Callable[[int], RowMask],
     ) -> None:
         self._load, self._sizes, self._used = load, sizes, used
-        self._limit, self._most_ahead = limit_bytes, ahead
+        self._limit, self._threads = limit_bytes, threads
         self._all_fit = int(sizes.sum()) <= limit_bytes
         self._lock = Lock()
         self._kept: dict[int, _Kept] = {}  # least recently used first
         self._wanted: dict[int, None] = {}  # to be read in advance, in this order
-        self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
+        self._reading = 0  # blocks that the pool is reading
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="row-groups")
 
     def get(self, block: int, places: Rows) -> ImageGroup:
         """A block of which the caller reads the rows at `places`, shape (n,)."""
         with self._lock:
             self._wanted.pop(block, None)
-            if block not in self._kept:
+            if is_new := block not in self._kept:
                 self._make_room(block)
                 self._begin(block)
             kept = self._kept[block] = self._kept.pop(block)  # now the last one
             kept.unread[places] = False
             if done := not kept.unread.any():
                 kept.unread = self._used(block)  # in the next pass over the data
+        if is_new:
+            self._fill(block, kept)
         content = kept.content.result()
         with self._lock:
             if done and not self._all_fit:
@@ -422,35 +440,18 @@ class RowGroupCache:
         with self._lock:
             self._wanted.clear()
             pool = self._pool
-            self._pool = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="row-groups")
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="row-groups")
         pool.shutdown()
 
-    def _loaded(self, block: int) -> ImageGroup:
-        """Loads a block. On an error, the waiting threads get it; later calls try again."""
-        try:
-            content = self._load(block)
-        except BaseException:
-            with self._lock:
-                del self._kept[block]
-            raise
-        with self._lock:
-            self._kept[block].size_bytes = content.nbytes
-        return content
+    # The following methods require the lock, except `_fill` and `_fill_ahead`.
 
-    def _go_on(self, _: object) -> None:
-        with self._lock:
-            self._read_ahead()
-
-    # The following methods require the lock.
-
-    def _begin(self, block: int) -> None:
-        content = self._pool.submit(self._loaded, block)
-        self._kept[block] = _Kept(int(self._sizes[block]), self._used(block), content)
-        content.add_done_callback(self._go_on)
+    def _begin(self, block: int) -> _Kept:
+        kept = self._kept[block] = _Kept(int(self._sizes[block]), self._used(block))
+        return kept
 
     def _fits(self, block: int) -> bool:
-        others = () if self._all_fit else self._kept.values()
-        return sum(each.size_bytes for each in others) + int(self._sizes[block]) <= self._limit
+        kept_bytes = sum(each.size_bytes for each in self._kept.values())
+        return kept_bytes + int(self._sizes[block]) <= self._limit
 
     def _make_room(self, block: int) -> None:
         """Drops blocks early to make room for one that is needed now."""
@@ -466,8 +467,28 @@ class RowGroupCache:
 
     def _read_ahead(self) -> None:
         """Begins as many as may be read at a time, until the next one does not fit."""
-        while self._wanted and self._fits(block := next(iter(self._wanted))):
-            if sum(not each.content.done() for each in self._kept.values()) >= self._most_ahead:
-                return
+        while self._reading < self._threads and self._wanted:
+            if not self._fits(block := next(iter(self._wanted))):
+                return  # until other blocks are finished
             del self._wanted[block]
-            self._begin(block)
+            self._reading += 1
+            self._pool.submit(self._fill_ahead, block, self._begin(block))
+
+    def _fill_ahead(self, block: int, kept: _Kept) -> None:
+        self._fill(block, kept)
+        with self._lock:
+            self._reading -= 1
+            self._read_ahead()
+
+    def _fill(self, block: int, kept: _Kept) -> None:
+        """Loads a block. On an error, the waiting threads get it; later calls try again."""
+        try:
+            content = self._load(block)
+        except BaseException as error:
+            with self._lock:
+                self._drop(block, kept)
+            kept.content.set_exception(error)
+            return
+        with self._lock:
+            kept.size_bytes = content.nbytes
+        kept.content.set_result(content)
