@@ -78,14 +78,7 @@ class Task:
 
     optimizer: Any = None
     """``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
-    groups for the configured one. A group's ``lr`` is its peak.
-
-    It may also return a dict of several by name, each for its own parameters (a GAN). They take
-    turns in each step: each minimizes ``loss(model, batch, name)``; other parameters are frozen.
-    """
-    turns: Any = None
-    """``turns(step)`` returns the names of the optimizers that take a turn in `step` (counted from
-    0), in order. None: all."""
+    groups for the configured one. A group's ``lr`` is its peak."""
     schedule: Any = None
     """``schedule(step)`` returns the factor of the learning rates in `step` (counted from 0), or a
     factor for each parameter group. It replaces ``--schedule.*``."""

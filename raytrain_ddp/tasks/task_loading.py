@@ -25,7 +25,7 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.train_config import TaskName, TrainConfig, watched
-from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.config.withdrawn import WITHDRAWN, withdrawn
 from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
@@ -45,7 +45,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "optimizer": ("model",),
     "schedule": ("step",),
-    "turns": ("step",),
     "after_step": ("model", "step"),
 }
 _ATTRIBUTES = ("monitor", "goal", "unit")
@@ -68,6 +67,7 @@ _ELSEWHERE = {  # names of other frameworks
     r"(get_)?(val|valid|validation|test|eval)_(data)?(loader|set)?": (
         "eval_data() returns the evaluation data"
     ),
+    r"turns": f"it was withdrawn: {WITHDRAWN['turns']}",
     r"(max_|num_)?epochs|batch_size|configure_gradient_clipping": "the config sets it",
     r"setup|teardown|prepare_data|callbacks|(on|configure)_\w+|\w+_(epoch|step)_end": (
         "there are no hooks; do it in loss(), evaluate() or the constructor"
@@ -306,8 +306,6 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: Sequence[str])
     is_unbound = isinstance(task, type) and inspect.isfunction(found)
     try:
         signature = inspect.signature(method)
-        if name == "loss" and len(signature.parameters) > len(arguments) + is_unbound:
-            arguments = (*arguments, "name")  # of one of several optimizers
         signature.bind(*(["self"] if is_unbound else []), *arguments)
     except ValueError:
         return  # written in C: it has no signature

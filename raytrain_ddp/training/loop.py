@@ -152,6 +152,6 @@ def made_ahead(build: Build) -> Build:
     versions_here()  # caches them
     _ = build.identity
     if build.keeps_model:
-        build.warm_ups = {"": warm_up(build, build.model, ExactReduction.require_all)}
+        build.warmed_up = warm_up(build, build.model, ExactReduction.require_all)
         rehearse_evaluation(build, lambda _: None)
     return build
