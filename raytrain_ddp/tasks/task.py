@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.data.loading.sources import Batch, Data
@@ -92,3 +92,10 @@ class Task:
     per_class_metrics: Any = None
     """``per_class_metrics()`` returns metrics, as `metrics()` does, for ``raytrain evaluate
     --per-class``."""
+
+
+class OwnLoop(Task):
+    """A train function in place of a task; see `raytrain_ddp.launch`."""
+
+    def __init__(self, train: Callable[[Any], object]) -> None:
+        self.train = train

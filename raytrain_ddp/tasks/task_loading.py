@@ -28,7 +28,7 @@ from raytrain_ddp.config.train_config import TaskName, TrainConfig, watched
 from raytrain_ddp.config.withdrawn import WITHDRAWN, withdrawn
 from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
-from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task import OwnLoop, Task
 from raytrain_ddp.tasks.task_check import code_of
 
 BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:ImageClassification"}
@@ -88,6 +88,8 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
             passed through unchanged.
     """
     given = task_of(config)
+    if isinstance(given, OwnLoop):
+        return given
     if callable(given):
         is_own, options = config.task not in BUILT_IN, options_of(given, config.task_options)
         seen = watched(config, reads) if is_own and reads is not None else config
@@ -106,6 +108,8 @@ def task_of(config: TrainConfig) -> Any:
     check_task_name(config.task)
     if isinstance(config.task, TaskName):
         given = config.task.target
+        if isinstance(given, OwnLoop):
+            return given
     else:
         given = imported("task", BUILT_IN.get(config.task) or config.task)
     if isinstance(given, type) or not callable(given):
@@ -170,6 +174,11 @@ def check_task_name(name: str) -> None:
         return
     if hint := withdrawn(f"task={name}"):
         raise ConfigError(f"there is no task {name!r}.{hint}")
+    if name.endswith("(run)"):
+        raise ConfigError(
+            f"task = {name!r} is a loop of your own: only its script can call it. Run that again; "
+            "the weights are in the *.safetensors of its checkpoints."
+        )
     place, colon, class_name = name.rpartition(":")
     from_python = class_name.endswith(")") or "<" in class_name
     if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):

@@ -110,6 +110,11 @@ class Run:
         build.is_begun = self.has_begun = True
         self._brought = None
 
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return self.state.step
+
     def finish(self) -> None:
         """Waits for the last commit; raises CheckpointError if it failed."""
         self.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
+from raytrain_ddp.tasks.task_signature import check_task
 from tiny import TinyTask
 
 from raytrain_ddp.__main__ import main
@@ -20,7 +21,6 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.fit import parse_fit
-from raytrain_ddp.tasks.task_signature import check_task
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 
 OTHERS = {

@@ -82,7 +82,7 @@ def warm_up(
     with naming_remedy():
         with counting_flops(config.compute.compile) as counter, keeping_generators(device):
             seed_slot(device, config.seed, 0, 0)
-            collectives = _Collectives()
+            collectives = Collectives()
             names, others = _pass(build, net, batch, require_gradients, collectives)
         if config.ddp.static_graph:  # DDP itself calls collectives
             _pass(build, net, batch, require_gradients, nullcontext())
@@ -171,7 +171,7 @@ def loss_without_backward(
     return loss, scalars
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Records the collectives that a loss calls."""
 
     supports_higher_order_operators = True
@@ -179,6 +179,10 @@ class _Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = dict[str, None]()
+
+    def found(self, name: str) -> None:
+        """Called before each collective."""
+        self.names[name] = None
 
     def __torch_dispatch__(
         self,
@@ -190,7 +194,7 @@ class _Collectives(TorchDispatchMode):
         space, _, name = str(func).partition(".")
         name = name.partition(".")[0].strip("_")
         if space in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
-            self.names[name] = None
+            self.found(name)
         return func(*args, **(kwargs or {}))
 
 
