@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
     from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
+    from raytrain_ddp.data.batch_sampler import BatchSampler as BatchSampler
     from raytrain_ddp.data.loading.sources import ArraySource as ArraySource
     from raytrain_ddp.data.loading.sources import Data as Data
     from raytrain_ddp.data.loading.sources import IterableSource as IterableSource
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     from raytrain_ddp.errors import RaytrainError as RaytrainError
     from raytrain_ddp.fit import fit as fit
     from raytrain_ddp.fit import fit_locally as fit_locally
+    from raytrain_ddp.fit import launch as launch
     from raytrain_ddp.tasks.task import Task as Task
     from raytrain_ddp.tools.inference.loaded_model import load as load
     from raytrain_ddp.tools.report.write import plot as plot
     from raytrain_ddp.tools.report.write import report as report
+    from raytrain_ddp.training.own_run import OwnRun as OwnRun
 
 _NAMES = {  # module -> what it offers
     "config.sections": "AugmentConfig CheckpointConfig ComputeConfig DataConfig DdpConfig "
@@ -54,13 +57,15 @@ _NAMES = {  # module -> what it offers
     "ScheduleConfig StopConfig",
     "config.train_config": "TrainConfig",
     "data.loading.sources": "ArraySource Data IterableSource MapSource Source",
+    "data.batch_sampler": "BatchSampler",
     "data.order": "Draws",
     "driver.result": "FitResult",
     "errors": "RaytrainError",
-    "fit": "fit fit_locally",
+    "fit": "fit fit_locally launch",
     "tasks.task": "Task",
     "tools.inference.loaded_model": "load",
     "tools.report.write": "plot report",
+    "training.own_run": "OwnRun",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOMES]  # noqa: PLE0604  (strings, kept in one place with their homes)

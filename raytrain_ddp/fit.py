@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,13 +14,14 @@ from raytrain_ddp.config.command_line import Command, given_flags
 from raytrain_ddp.config.field_types import ADDRESS
 from raytrain_ddp.config.process import run_command, under_torchrun
 from raytrain_ddp.config.recipe import default_name, described, dumps
-from raytrain_ddp.config.train_config import require_effect
+from raytrain_ddp.config.train_config import TaskName, TrainConfig, require_effect
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tasks.task import OwnLoop
 
 if TYPE_CHECKING:
-    from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.driver.result import FitResult, Listener
+    from raytrain_ddp.training.own_run import OwnRun
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,61 @@ def fit_locally(
     """
     given = {"default_name": default_name, "resume_from": resume_from}
     return _fit(config, display, local=True, **given)
+
+
+_OF_OWN_LOOP = {
+    "name",
+    "storage",
+    "seed",
+    "exact",
+    "compute",
+    "ddp",
+    "checkpoint",
+    "scaling",
+    "log",
+}
+
+
+def launch(
+    train: Callable[[OwnRun], object],
+    *,
+    num_workers: int | str | None = None,
+    save_every_s: float | None = None,
+    address: str | None = None,
+    **fields: Any,
+) -> FitResult:
+    """Calls a train function of one's own in each worker; the same call resumes the run.
+
+    Args:
+        train: ``train(run)`` receives an `OwnRun`.
+        num_workers: on Ray; None, or under torchrun: in this process.
+        save_every_s: seconds between checkpoints; see `CheckpointConfig` for other cadences.
+        address: see `fit`.
+        fields: of TrainConfig: name, storage, seed, exact, and the sections compute, ddp,
+            checkpoint, scaling and log.
+
+    Raises:
+        RaytrainError: one of errors.py, each with its exit status.
+    """
+    if idle := set(fields) - _OF_OWN_LOOP:
+        raise ConfigError(
+            f"launch({min(idle)}=...) has no effect on a loop of your own: remove it."
+        )
+    named: Any = getattr(train, "func", train)  # of a partial
+    task = TaskName(f"{named.__module__}:{named.__qualname__}(run)")
+    task.target = OwnLoop(train)
+    # The loop sets the real sizes; with these, any number of workers fits.
+    config = TrainConfig(task=task, batch_size=10**7, micro_batch=1, **fields)
+    if (config.compute.precision, config.compute.channels_last) != ("auto", "auto"):
+        raise ConfigError("launch(): compute.precision and channels_last are for your loop to set.")
+    compute = replace(config.compute, precision="fp32", channels_last=False)
+    config = replace(config, compute=compute)
+    if save_every_s is not None:
+        config = replace(config, checkpoint=replace(config.checkpoint, every_s=save_every_s))
+    if num_workers is None or under_torchrun():
+        return fit_locally(config)
+    scaling = replace(config.scaling, num_workers=num_workers)
+    return fit(replace(config, scaling=scaling), address=address)
 
 
 def _fit(config: TrainConfig | None, display: Listener | None, **given: Any) -> FitResult:

@@ -50,10 +50,12 @@ def _work(
     """The process of one rank; also the first code that a forked process runs."""
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
+    from own_loops import LOOPS
 
     from raytrain_ddp.events import Outcome
     from raytrain_ddp.membership.generations import NewcomerWaits, Place
     from raytrain_ddp.ray_backend.failure_causes import cause_of
+    from raytrain_ddp.tasks.task import OwnLoop
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import made_ahead, take_part
     from raytrain_ddp.training.membership import Membership, Requests
@@ -122,6 +124,8 @@ def _work(
             place.confirm()
 
     def make(is_begun: bool = False) -> Build:
+        if "loop" in options:
+            return Build(made, membership.world, OwnLoop(LOOPS[options["loop"]]), is_begun)
         task = TinyTask(made, **options)
         task.membership = membership  # type: ignore[assignment]
         return Build(made, membership.world, task, is_begun)

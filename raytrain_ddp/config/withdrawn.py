@@ -37,6 +37,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
+    "turns": (..., "use a loop of your own, as examples/dcgan.py"),
     "tta": (..., "use model(images.flip(-1)) with model = raytrain_ddp.load(RUN)"),
     "verify": (..., "compare the files with the sha256 in dataset.json"),
     "watch": (..., "use raytrain report STORAGE --every 30"),

@@ -139,19 +139,14 @@ def _run_state(run: NamedRun) -> str:
 
 
 def _tried(build: Build) -> tuple[int, list[str]]:
-    """Rehearses a new run, and warms up each turn with small batches. Returns the size of a
-    checkpoint in bytes (0 if unknown), and notes."""
-    from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
-    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
+    """Rehearses a new run, and warms up with small batches. Returns the size of a checkpoint in
+    bytes (0 if unknown), and notes."""
     from raytrain_ddp.training.rehearsal import rehearse, rehearse_evaluation
     from raytrain_ddp.training.steps.warm_up import warm_up, warm_up_notes
 
     told: list[Event] = []
     size_bytes = rehearse(build, told.append, _SAMPLES)
     rehearse_evaluation(build, told.append, _SAMPLES)
-    steps = steps_to_check(build.config.total_steps(build.plan.steps_per_epoch))
-    for name in turns_of(build.task, build.optimizer, steps)(0):
-        found = warm_up(build, build.model, lambda _: None, name, _SAMPLES)
-        build.warm_ups = {**build.warm_ups, name: found}
+    build.warmed_up = warm_up(build, build.model, lambda _: None, _SAMPLES)
     notes = [event.text for event in told if isinstance(event, Note)]
-    return size_bytes, [*warm_up_notes(build.warm_ups), *notes]
+    return size_bytes, [*warm_up_notes(build.warmed_up), *notes]

@@ -14,12 +14,13 @@ from raytrain_ddp.checkpoint.run_folder import forget_storages, newest_manifest,
 from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.recipe import absolute_path, fields_of, flat, with_paths
 from raytrain_ddp.config.sections import TORCHVISION_ROOT, DataConfig, ModelConfig
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.data.torchvision_datasets import torchvision_class
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, with_backoff
 from raytrain_ddp.tasks.model_zoo import check_weights
+from raytrain_ddp.tasks.task import OwnLoop
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
 
@@ -147,8 +148,9 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
 
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
     """Whether nothing is left to do; with more epochs than before, something is, and with another
-    rule for the end, something may be."""
-    if manifest is None or not manifest.finished:
+    rule for the end, something may be; only a loop of one's own knows how long it is."""
+    is_own = isinstance(config.task, TaskName) and isinstance(config.task.target, OwnLoop)
+    if manifest is None or not manifest.finished or is_own:
         return False
     then = {**flat(TrainConfig()), **dict(fields_of(manifest.config))}
     rules = ("steps", "max_time", "stop.patience", "stop.min_delta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.data.loading.sources import Batch, Data
@@ -78,14 +78,7 @@ class Task:
 
     optimizer: Any = None
     """``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
-    groups for the configured one. A group's ``lr`` is its peak.
-
-    It may also return a dict of several by name, each for its own parameters (a GAN). They take
-    turns in each step: each minimizes ``loss(model, batch, name)``; other parameters are frozen.
-    """
-    turns: Any = None
-    """``turns(step)`` returns the names of the optimizers that take a turn in `step` (counted from
-    0), in order. None: all."""
+    groups for the configured one. A group's ``lr`` is its peak."""
     schedule: Any = None
     """``schedule(step)`` returns the factor of the learning rates in `step` (counted from 0), or a
     factor for each parameter group. It replaces ``--schedule.*``."""
@@ -99,3 +92,10 @@ class Task:
     per_class_metrics: Any = None
     """``per_class_metrics()`` returns metrics, as `metrics()` does, for ``raytrain evaluate
     --per-class``."""
+
+
+class OwnLoop(Task):
+    """A train function in place of a task; see `raytrain_ddp.launch`."""
+
+    def __init__(self, train: Callable[[Any], object]) -> None:
+        self.train = train

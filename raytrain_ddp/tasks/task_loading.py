@@ -25,10 +25,10 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.train_config import TaskName, TrainConfig, watched
-from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.config.withdrawn import WITHDRAWN, withdrawn
 from raytrain_ddp.data.order import kept_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
-from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task import OwnLoop, Task
 from raytrain_ddp.tasks.task_check import code_of
 
 BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:ImageClassification"}
@@ -45,7 +45,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "optimizer": ("model",),
     "schedule": ("step",),
-    "turns": ("step",),
     "after_step": ("model", "step"),
 }
 _ATTRIBUTES = ("monitor", "goal", "unit")
@@ -68,6 +67,7 @@ _ELSEWHERE = {  # names of other frameworks
     r"(get_)?(val|valid|validation|test|eval)_(data)?(loader|set)?": (
         "eval_data() returns the evaluation data"
     ),
+    r"turns": f"it was withdrawn: {WITHDRAWN['turns']}",
     r"(max_|num_)?epochs|batch_size|configure_gradient_clipping": "the config sets it",
     r"setup|teardown|prepare_data|callbacks|(on|configure)_\w+|\w+_(epoch|step)_end": (
         "there are no hooks; do it in loss(), evaluate() or the constructor"
@@ -88,6 +88,8 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
             passed through unchanged.
     """
     given = task_of(config)
+    if isinstance(given, OwnLoop):
+        return given
     if callable(given):
         is_own, options = config.task not in BUILT_IN, options_of(given, config.task_options)
         seen = watched(config, reads) if is_own and reads is not None else config
@@ -106,6 +108,8 @@ def task_of(config: TrainConfig) -> Any:
     check_task_name(config.task)
     if isinstance(config.task, TaskName):
         given = config.task.target
+        if isinstance(given, OwnLoop):
+            return given
     else:
         given = imported("task", BUILT_IN.get(config.task) or config.task)
     if isinstance(given, type) or not callable(given):
@@ -170,6 +174,11 @@ def check_task_name(name: str) -> None:
         return
     if hint := withdrawn(f"task={name}"):
         raise ConfigError(f"there is no task {name!r}.{hint}")
+    if name.endswith("(run)"):
+        raise ConfigError(
+            f"task = {name!r} is a loop of your own: only its script can call it. Run that again; "
+            "the weights are in the *.safetensors of its checkpoints."
+        )
     place, colon, class_name = name.rpartition(":")
     from_python = class_name.endswith(")") or "<" in class_name
     if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):
@@ -306,8 +315,6 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: Sequence[str])
     is_unbound = isinstance(task, type) and inspect.isfunction(found)
     try:
         signature = inspect.signature(method)
-        if name == "loss" and len(signature.parameters) > len(arguments) + is_unbound:
-            arguments = (*arguments, "name")  # of one of several optimizers
         signature.bind(*(["self"] if is_unbound else []), *arguments)
     except ValueError:
         return  # written in C: it has no signature

@@ -52,7 +52,7 @@ from raytrain_ddp.training.state.train_state import TrainState
 if TYPE_CHECKING:
     from raytrain_ddp.training.steps.warm_up import WarmUp
 
-_KEPT = ("reads", "task", "data", "eval_data", "identity", "model", "warm_ups", "is_begun")
+_KEPT = ("reads", "task", "data", "eval_data", "identity", "model", "warmed_up", "is_begun")
 _OF_EVALUATION = (
     *("stop.patience", "eval.every_steps", "eval.micro_batch"),
     *("limit_eval_batches", "data.eval_size", "data.eval_crop"),
@@ -74,7 +74,7 @@ class Build:
 
     Attributes:
         reads: the config fields that the task has read; None: unknown.
-        warm_ups: the findings of the model's warm-ups, by optimizer; empty: not warmed up yet.
+        warmed_up: the findings of the warm-up; None: the model is not warmed up yet.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Build:
     ) -> None:
         self.config, self.world, self.is_begun = config, world, is_begun
         self.reads: set[str] | None = set()
-        self.warm_ups: Mapping[str, WarmUp] = {}
+        self.warmed_up: WarmUp | None = None
         if task is not None:
             self.task, self.reads = task, None
 
@@ -250,22 +250,18 @@ class Build:
             model.compile()
         return model
 
-    def loss(
-        self, batch: Batch, net: nn.Module, name: str = ""
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Batch, net: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
         """The task's loss for a batch, shape (), and the scalars with it; in the run's precision.
 
         Args:
             net: the model, possibly wrapped in DDP.
-            name: of the optimizer whose loss it is, if there are several.
 
         Raises:
             TaskError: the task's loss is not a valid loss.
         """
         task, device = self.task, self.world.device
         with autocast(device, self.config.compute.precision):
-            moved = to_device(batch, device)
-            result = task.loss(net, moved, name) if name else task.loss(net, moved)  # type: ignore[call-arg]
+            result = task.loss(net, to_device(batch, device))
         return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
 
     @cached_property

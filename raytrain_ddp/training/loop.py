@@ -17,9 +17,11 @@ from raytrain_ddp.errors import PreflightError, TaskError, first_line
 from raytrain_ddp.events import Outcome
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.membership.generations import NewcomerWaits, NoStateLeft
+from raytrain_ddp.tasks.task import OwnLoop
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.membership import Membership
+from raytrain_ddp.training.own_run import OwnRun
 from raytrain_ddp.training.rehearsal import rehearse_evaluation
 from raytrain_ddp.training.runtime.world import versions_here
 from raytrain_ddp.training.steps.step_decisions import StepDecisions
@@ -115,9 +117,10 @@ def take_part(
                 checkpoints.close()  # another process writes now
             if build is None or (build.is_begun and state is None):  # no rank can use its state
                 build = make(state is not None)
-            run, state = Run(build, membership, checkpoints, log, state), None
+            kind = OwnRun if isinstance(build.task, OwnLoop) else Run
+            run, state = kind(build, membership, checkpoints, log, state), None
             try:
-                return membership.end(train(run))
+                return membership.end(run.lead() if isinstance(run, OwnRun) else train(run))
             except BaseException as error:
                 membership.leave()  # first of all, so that the others notice
                 if not membership.goes_on(error):
@@ -126,7 +129,7 @@ def take_part(
                 run.close()
                 traceback.clear_frames(error.__traceback__)  # of the loop and its batches
                 state = run.live_state()
-                step = run.state.step if run.has_begun else -1
+                step = run.step if run.has_begun else -1
                 is_planned = isinstance(error, NewcomerWaits | NoStateLeft)
                 losses = 0 if step > reached else losses
                 reached, losses = max(reached, step), losses + (not is_planned)
@@ -146,12 +149,14 @@ def made_ahead(build: Build) -> Build:
     Raises:
         ConfigError, DataError, TaskError: see `Run`.
     """
+    if isinstance(build.task, OwnLoop):
+        return build
     build.join(build.world)
     build.open_data()
     failpoint("start.alone", build.world.of_run(0))
     versions_here()  # caches them
     _ = build.identity
     if build.keeps_model:
-        build.warm_ups = {"": warm_up(build, build.model, ExactReduction.require_all)}
+        build.warmed_up = warm_up(build, build.model, ExactReduction.require_all)
         rehearse_evaluation(build, lambda _: None)
     return build

@@ -46,7 +46,6 @@ from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.evaluation import State, TreeMetrics, require_monitor
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
-from raytrain_ddp.training.optimizer.several_optimizers import named_optimizers, turns_of
 from raytrain_ddp.training.optimizer.task_optimizer import unfit
 from raytrain_ddp.training.runtime.world import (
     World,
@@ -85,7 +84,7 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
     """
     model, world, config = build.model, build.world, build.config
     needed_bytes = _COPIES * bytes_of(model.state_dict()) * world.size
-    is_new = build.is_new and not build.warm_ups
+    is_new = build.is_new and build.warmed_up is None
     votes = from_all_ranks((is_new, needed_bytes < _available_bytes() / 4), world)
     if not all(new for new, _ in votes):
         return 0
@@ -94,11 +93,12 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
         return 0
     tell(Phase("rehearsing two steps"))
     began, buffers = time.monotonic(), SavedBuffers(model)
-    turns_of(build.task, build.optimizer, ())  # the task's loss takes their names, or none
     with _without_trace(build):
         size = min(most or build.plan.micro_batch, build.plan.micro_batch)
         batch = build.loader.any_batch(size, config.data.grow_epochs)
-        _make_buffers(build, batch)
+        # A first pass may make buffers, which checkpoints contain.
+        seed_slot(world.device, config.seed, 0, 0)
+        loss_without_backward(build, model, batch)
         buffers.restore()
         buffers = SavedBuffers(model)
         start = _stored(build)
@@ -124,13 +124,6 @@ def rehearse(build: Build, tell: Callable[[Event], None], most: int | None = Non
     return size_bytes
 
 
-def _make_buffers(build: Build, batch: Batch) -> None:
-    """Calls the loss once: a first pass may make buffers, which checkpoints contain."""
-    for name in named_optimizers(build.optimizer):
-        seed_slot(build.world.device, build.config.seed, 0, 0)
-        loss_without_backward(build, build.model, batch, name)
-
-
 def _available_bytes() -> int:
     """The host's memory that is free or can be freed."""
     with open("/proc/meminfo", encoding="ascii") as lines:
@@ -151,7 +144,7 @@ def take_step(build: Build, batch: Batch, number: int) -> Tensor:
     collectives. A gradient that is not finite is not applied.
 
     Returns:
-        A hash of each loss and gradient, shape (optimizers * (1 + parameters),).
+        A hash of the loss and of each gradient, shape (1 + parameters,).
 
     Raises:
         TaskError: the task's optimizer fails.
@@ -161,24 +154,22 @@ def take_step(build: Build, batch: Batch, number: int) -> Tensor:
     for group, rate in zip(optimizer.param_groups, build.rates(0), strict=True):
         group["lr"] = rate
     seed_slot(build.world.device, build.config.seed, number, 0)
-    hashes = []
-    for name, each in named_optimizers(optimizer).items():
-        loss, _ = loss_without_backward(build, model, batch, name)
-        for parameter in trained:  # dense and complete, as sums of gradients are
-            parameter.grad = torch.zeros_like(parameter)
-        loss.backward()
-        hashes.append(_hash([loss, *(p.grad for p in trained if p.grad is not None)]))
-        norm = nn.utils.clip_grad_norm_(trained, build.config.optim.clip_norm or math.inf)
-        try:
-            if norm.isfinite():
-                each.step()
-        except Exception as error:
-            if build.task.optimizer is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            problem = f"cannot take a step: {first_line(error)} (closures are not supported)"
-            raise unfit(build.task.optimizer, each, problem) from error
+    loss, _ = loss_without_backward(build, model, batch)
+    for parameter in trained:  # dense and complete, as sums of gradients are
+        parameter.grad = torch.zeros_like(parameter)
+    loss.backward()
+    hashes = _hash([loss, *(p.grad for p in trained if p.grad is not None)])
+    norm = nn.utils.clip_grad_norm_(trained, build.config.optim.clip_norm or math.inf)
+    try:
+        if norm.isfinite():
+            optimizer.step()
+    except Exception as error:
+        if build.task.optimizer is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        problem = f"cannot take a step: {first_line(error)} (closures are not supported)"
+        raise unfit(build.task.optimizer, optimizer, problem) from error
     model.zero_grad()
-    return torch.cat(hashes)
+    return hashes
 
 
 def _hash(tensors: Iterable[Tensor]) -> Tensor:

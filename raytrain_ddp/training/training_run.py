@@ -110,6 +110,11 @@ class Run:
         build.is_begun = self.has_begun = True
         self._brought = None
 
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return self.state.step
+
     def finish(self) -> None:
         """Waits for the last commit; raises CheckpointError if it failed."""
         self.close()
@@ -125,7 +130,7 @@ class Run:
 
     def _warm_up(self) -> None:
         """Makes the stepper and the feed; a warm-up shows that they work."""
-        build, log, is_tried = self.build, self.log, bool(self.build.warm_ups)
+        build, log, is_tried = self.build, self.log, self.build.warmed_up is not None
         build.agree_on_model()
         rehearse(build, log.tell)
         if not is_tried:
@@ -431,7 +436,7 @@ def _notes(build: Build) -> list[str | None]:
     compiled = next((name for name in model.state_dict() if "_orig_mod." in name), None)
     notes = [
         *step_notes(config, build.plan.steps_per_epoch),
-        *warm_up_notes(build.warm_ups),
+        *warm_up_notes(build.warmed_up),
         memory_note(build.loader, config.data.memory_mib * 2**20),
         *task.notes,
     ]

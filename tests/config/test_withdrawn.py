@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+from tiny import TinyTask
 
 from raytrain_ddp.__main__ import main
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -16,8 +18,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, WITHDRAWN
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.fit import parse_fit
+from raytrain_ddp.tasks.task_loading import check_task
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 
 OTHERS = {
     "data.cache": "/x",
@@ -112,11 +116,26 @@ def test_a_withdrawn_name_of_a_tool_is_refused_with_what_to_use_instead():
 
 
 def test_a_withdrawn_name_is_refused_with_what_to_use_instead(tmp_path: Path):
-    for name, instead in WITHDRAWN.items() - {n: WITHDRAWN[n] for n in TOOLS}.items():
+    for name, instead in WITHDRAWN.items() - {n: WITHDRAWN[n] for n in {*TOOLS, "turns"}}.items():
         for command in ways(name, tmp_path):
             with pytest.raises(ConfigError) as caught:
                 dry_run(parse_fit([*command, "--local"]).config, local=True)
             assert str(caught.value).endswith(f"{instead}."), command
+
+
+def test_a_task_with_several_optimizers_is_refused_with_what_to_use_instead(tmp_path: Path):
+    class Turns(TinyTask):
+        def turns(self, step: int) -> list[str]:
+            return ["generator"]
+
+    with pytest.raises(TaskError) as caught:
+        check_task(Turns)
+    assert WITHDRAWN["turns"] in str(caught.value)
+    task = TinyTask(TrainConfig())
+    task.optimizer = lambda model: {"all": torch.optim.SGD(model.parameters())}
+    with pytest.raises(TaskError) as caught:
+        optimizer_of(task, task.model(), TrainConfig())
+    assert str(caught.value).endswith(f"{WITHDRAWN['turns']}.")
 
 
 def test_a_run_goes_on_without_a_withdrawn_field_that_did_not_decide_its_result(tmp_path: Path):

@@ -108,6 +108,9 @@ class SlotBuffers:
         changing: the bool buffers that forward passes change. The others are constant masks, which
             may be large and are never sent.
         scalars: the number of those that are averaged with the loss.
+
+    Attributes:
+        means: of the loss and scalars, shape (1 + scalars,), if the ranks have agreed on them.
     """
 
     def __init__(
@@ -197,6 +200,7 @@ class SlotBuffers:
         elif self._world.size > 1:
             dist.all_reduce(self._total)
         *self._change, losses = self._total.split([*self._lengths, self._shares])
+        self.means = losses
         if self._tree is not None:
             # One share holds all of it, so that its sum has the same bits, too.
             self._own = losses if self._world.is_main else torch.zeros_like(losses)

@@ -69,8 +69,9 @@ class DdpReduction:
         return [slot for slot in slots if slot.samples] or list(slots[:1])
 
     @contextmanager
-    def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
-        """Wraps a slot's forward and backward pass; all ranks take part in the last one."""
+    def passing(self, slot: Slot | None, is_last: bool) -> Iterator[None]:
+        """Wraps a slot's forward and backward pass; all ranks take part in the last one. Without a
+        slot, this rank only takes part."""
         if not isinstance(self._net, DistributedDataParallel):
             yield
         elif not is_last:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -14,8 +13,6 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
-
-T = TypeVar("T")
 
 _MAX_CHECKED = 100_000  # steps whose factor is checked before the first one
 
@@ -37,31 +34,6 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     return peak * (schedule.final_lr + (1 - schedule.final_lr) * cosine)
 
 
-def steps_to_check(total_steps: int) -> list[int]:
-    """Steps for which a task's functions of the step are checked before the first one."""
-    stride = max(1, total_steps // _MAX_CHECKED)
-    return [*range(0, total_steps, stride), total_steps - 1]
-
-
-def unchanging(
-    function: Callable[..., Any], read: Callable[[int], T], steps: Sequence[int]
-) -> Callable[[int], T]:
-    """Calls a task's function by `read` for all `steps` now; what is returned calls it later, and
-    raises TaskError if a result differs."""
-    before = {step: read(step) for step in steps}
-
-    def same(step: int) -> T:
-        now = read(step)
-        if now != before.get(step, now):
-            raise TaskError(
-                f"{place_of(function)}: returned {now} for step {step}, but {before[step]} at the "
-                "start: it must depend only on the step, so that workers and resumed runs agree."
-            )
-        return now
-
-    return same
-
-
 class LearningRates:
     """The learning rate of each parameter group as a function of the step.
 
@@ -78,11 +50,11 @@ class LearningRates:
         total_steps = config.total_steps(steps_per_epoch)
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
-        self._factors_of: Callable[[int], list[float]] | None = None
-        schedule = task.schedule
-        if schedule is not None:
-            read = partial(self._factors, schedule)
-            self._factors_of = unchanging(schedule, read, steps_to_check(total_steps))
+        self._schedule, self._given = task.schedule, dict[int, list[float]]()
+        if self._schedule is not None:
+            stride = max(1, total_steps // _MAX_CHECKED)
+            checked = [*range(0, total_steps, stride), total_steps - 1]
+            self._given = {step: self._factors(self._schedule, step) for step in checked}
 
     def __call__(self, step: int) -> list[float]:
         """The rates in `step` (from 0), one for each group.
@@ -91,11 +63,17 @@ class LearningRates:
             TaskError: the task's schedule gives something else than finite factors of 0 or more, or
                 other factors than at the start.
         """
-        if self._factors_of is None:
+        if self._schedule is None:
             rate = learning_rate(self._config, step, self._steps_per_epoch)
             peak = self._config.optim.lr
             return [rate * (each / peak) for each in self._peaks]
-        factors = self._factors_of(step)
+        factors = self._factors(self._schedule, step)
+        if factors != self._given.get(step, factors):
+            raise TaskError(
+                f"{place_of(self._schedule)}: returned {factors} for step {step}, but "
+                f"{self._given[step]} at the start: it must depend only on the step, so that "
+                "workers and resumed runs agree."
+            )
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 
     def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:

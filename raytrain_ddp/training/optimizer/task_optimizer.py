@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig, group_rules
+from raytrain_ddp.config.withdrawn import WITHDRAWN
 from raytrain_ddp.errors import CheckpointError, ConfigError, TaskError, did_you_mean, first_names
 from raytrain_ddp.tasks.model_parts import head_of, matching, require_matches
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of, refused
-from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, named_optimizers
 
 _OF_GROUPS = ("params", "lr_scale", "param_names", "name")  # not arguments of optimizers
 
@@ -51,7 +51,7 @@ def allocate_momentum(sgd: torch.optim.SGD, parameters: Iterable[nn.Parameter]) 
 
 def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer:
     """The task's optimizer, or the configured one, over the task's parameter groups if it gives
-    some; `Optimizers`, if it gives several by name.
+    some.
 
     Raises:
         TaskError: it is neither, or it lacks parameters of the model or has others.
@@ -60,26 +60,14 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
     if function is None:
         return build_optimizer(model, config.optim)
     made: Any = function(model)
-    if isinstance(made, Mapping) and made and all(isinstance(name, str) and name for name in made):
-        several = Optimizers({n: _checked(function, o, model, config) for n, o in made.items()})
-        for each in several.named.values():
-            if averages(each) or each.state_dict().keys() != {"state", "param_groups"}:
-                raise unfit(function, each, "cannot be one of several: it averages the weights")
-        _require_parameters(function, several, model)
-        return several
-    optimizer = _checked(function, made, model, config)
-    _require_parameters(function, optimizer, model)
-    return optimizer
-
-
-def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) -> Optimizer:
-    """One optimizer that the task's function gave."""
     if isinstance(made, Optimizer):
         optimizer = made
     elif isinstance(made, Sequence | Iterator) and not isinstance(made, str):
         optimizer = _configured(function, list(made), model, config)
     else:
-        raise refused(function, made, "a torch.optim.Optimizer, or a list of parameter groups")
+        hint = f" Several are withdrawn: {WITHDRAWN['turns']}." if isinstance(made, Mapping) else ""
+        wanted = "a torch.optim.Optimizer, or a list of parameter groups"
+        raise refused(function, made, wanted, hint)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise unfit(
             function,
@@ -99,6 +87,7 @@ def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) ->
             allocate_momentum(optimizer, group["params"] if group["momentum"] else ())
     if averages(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
+    _require_parameters(function, optimizer, model)
     return optimizer
 
 
@@ -140,9 +129,7 @@ def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -
 
 def unfit(function: Any, optimizer: Optimizer, problem: str) -> TaskError:
     """Returns the error for an optimizer that the task's `function` has given."""
-    several = isinstance(optimizer, Optimizers)
-    kind = "dict of optimizers" if several else type(optimizer).__name__
-    return TaskError(f"{place_of(function)}: the {kind} {problem}.")
+    return TaskError(f"{place_of(function)}: the {type(optimizer).__name__} {problem}.")
 
 
 def replaced_fields(task: Task, optimizer: Optimizer, config: TrainConfig) -> list[str]:
@@ -180,8 +167,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 def options_of(optimizer: Optimizer) -> set[str]:
     """The options that groups have as the optimizer's arguments; the other values are its state."""
-    each = named_optimizers(optimizer).values()
-    return {name for one in each for name in inspect.signature(type(one)).parameters} - {"params"}
+    return {*inspect.signature(type(optimizer)).parameters} - {"params"}
 
 
 def kept_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -211,10 +197,6 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: it is the state of other parameters.
     """
-    if isinstance(optimizer, Optimizers):
-        for each, part in optimizer.split(saved):
-            load_optimizer(each, part)
-        return
     groups = []
     for own, old in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         kept = {name: own[name] for name in _KERNELS if name in own}

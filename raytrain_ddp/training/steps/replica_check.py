@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import DivergedError, first_names
@@ -20,13 +21,22 @@ from raytrain_ddp.membership.connections import all_gather
 from raytrain_ddp.training.gradients.buffer_sync import is_merged
 from raytrain_ddp.training.gradients.reduction import model_tensors
 from raytrain_ddp.training.membership import Membership
-from raytrain_ddp.training.state.train_state import TrainState
+
+
+class Replicated(Protocol):
+    """What all workers have alike: a model after `step` steps."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def step(self) -> int: ...
 
 
 class ReplicaCheck:
     """Compares parameters and buffers of all workers; ends the run if they differ."""
 
-    def __init__(self, scaling: ScalingConfig, state: TrainState, membership: Membership) -> None:
+    def __init__(self, scaling: ScalingConfig, state: Replicated, membership: Membership) -> None:
         self._every = scaling.check_every_steps if membership.world.size > 1 else 0
         self._state, self._membership = state, membership
 

@@ -26,7 +26,7 @@ _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
 class WarmUp(NamedTuple):
-    """What the warm-up of a turn has found out about the model.
+    """What the warm-up has found out about the model.
 
     Args:
         scalar_names: names of the scalars that the task logs with the loss.
@@ -49,7 +49,6 @@ def warm_up(
     build: Build,
     net: nn.Module,
     require_gradients: Callable[[nn.Module], None],
-    name: str = "",
     most: int | None = None,
 ) -> WarmUp:
     """Runs a pass without side effects, and a second one for static graphs; all ranks take part if
@@ -60,7 +59,7 @@ def warm_up(
     slot is run in evaluation mode, for any number of workers.
 
     Args:
-        net, name: see `Build.loss`.
+        net: see `Build.loss`.
         require_gradients: called with the model after the backward pass.
         most: the most samples in a batch; None: as many as a slot has.
 
@@ -83,16 +82,16 @@ def warm_up(
     with naming_remedy():
         with counting_flops(config.compute.compile) as counter, keeping_generators(device):
             seed_slot(device, config.seed, 0, 0)
-            collectives = _Collectives()
-            names, others = _pass(build, net, batch, name, require_gradients, collectives)
+            collectives = Collectives()
+            names, others = _pass(build, net, batch, require_gradients, collectives)
         if config.ddp.static_graph:  # DDP itself calls collectives
-            _pass(build, net, batch, name, require_gradients, nullcontext())
+            _pass(build, net, batch, require_gradients, nullcontext())
         flipped = flags.changed()
         buffers.restore()
         flags.begin()
-        smallest_loss, _ = build.loss(smallest, model, name)
+        smallest_loss, _ = build.loss(smallest, model)
         require_own(build.task, others, others_of(model, smallest_loss))
-        fewest = 1 if single is None else 1 + _is_too_small(build, single, name)
+        fewest = 1 if single is None else 1 + _is_too_small(build, single)
     flops, changed = counter.get_total_flops() / samples, buffers.changed()
     stored = model.state_dict().keys()
     averaged = [each for each in changed if each in stored]
@@ -102,20 +101,20 @@ def warm_up(
     return found
 
 
-def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
+def warm_up_notes(found: WarmUp | None) -> list[str]:
     """A note about buffers that forward passes change, perhaps not as the task intends."""
-    names = first_names([*dict.fromkeys(n for each in found.values() for n in each.averaged)])
-    text = (
-        f"forward passes change the buffers {names}: each step applies the mean change over its "
-        "slots (the micro-batches). Update what must not be averaged, such as a queue or a count, "
-        "in after_step()."
-    )
-    return [text] if names else []
+    if found is None or not found.averaged:
+        return []
+    return [
+        f"forward passes change the buffers {first_names(found.averaged)}: each step applies the "
+        "mean change over its slots (the micro-batches). Update what must not be averaged, such as "
+        "a queue or a count, in after_step()."
+    ]
 
 
-def _is_too_small(build: Build, single: Batch, name: str) -> bool:
+def _is_too_small(build: Build, single: Batch) -> bool:
     try:
-        build.loss(single, build.model, name)
+        build.loss(single, build.model)
     except ValueError as error:
         if _TOO_SMALL not in str(error):
             raise
@@ -127,7 +126,6 @@ def _pass(
     build: Build,
     net: nn.Module,
     batch: Batch,
-    name: str,
     require_gradients: Callable[[nn.Module], None],
     watching: AbstractContextManager[object],
 ) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
@@ -135,7 +133,7 @@ def _pass(
     parameters that the model lacks, see `others_of`."""
     task, model = build.task, build.model
     with counting_calls(net) as calls, watching:
-        loss, scalars = loss_without_backward(build, net, batch, name)
+        loss, scalars = loss_without_backward(build, net, batch)
     if not calls and net is not model:
         raise TaskError(
             f"{place_of(task.loss)}: does not call the model that it receives. Call "
@@ -152,7 +150,7 @@ def _pass(
 
 
 def loss_without_backward(
-    build: Build, net: nn.Module, batch: Batch, name: str
+    build: Build, net: nn.Module, batch: Batch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`Build.loss` of a copy of the batch, shape (), and the scalars with it; parameters have no
     gradients.
@@ -164,7 +162,7 @@ def loss_without_backward(
     model.zero_grad()
     with suppress(Exception):  # a batch that cannot be copied is used directly
         batch = deepcopy(batch)
-    loss, scalars = build.loss(batch, net, name)
+    loss, scalars = build.loss(batch, net)
     if any(each.grad is not None for each in model.parameters()):
         raise TaskError(
             f"{place_of(build.task.loss)}: calls backward() itself. Only return the loss; the "
@@ -173,7 +171,7 @@ def loss_without_backward(
     return loss, scalars
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Records the collectives that a loss calls."""
 
     supports_higher_order_operators = True
@@ -181,6 +179,10 @@ class _Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = dict[str, None]()
+
+    def found(self, name: str) -> None:
+        """Called before each collective."""
+        self.names[name] = None
 
     def __torch_dispatch__(
         self,
@@ -192,14 +194,14 @@ class _Collectives(TorchDispatchMode):
         space, _, name = str(func).partition(".")
         name = name.partition(".")[0].strip("_")
         if space in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
-            self.names[name] = None
+            self.found(name)
         return func(*args, **(kwargs or {}))
 
 
 def require_equal_calls(build: Build) -> None:
     """Raises ConfigError if a loss calls collectives, and some ranks could call them more often
     than others, or in a different order relative to those of exact sums."""
-    names = dict.fromkeys(name for each in build.warm_ups.values() for name in each.collectives)
+    names = build.warmed_up.collectives if build.warmed_up else ()
     config, size, why = build.config, build.world.size, ""
     if config.exact:
         why, remedy = "--exact sums gradients in between", "Use --no-exact."
