@@ -3,9 +3,9 @@
 Uses threads if the source may be shared: decoding releases the GIL, and no batch crosses a process
 boundary. In a Ray actor with two CPUs, they load 1.4 times as many images as two forkserver
 processes (1.1 times next to a busy training loop), with half the memory and the first batch after
-0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, each thread asks a process for its
-batch: see loader_processes.py. What is made in this process then is made while nothing else draws
-random numbers.
+0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see
+loader_processes.py. What is made in this process then is made while nothing else draws random
+numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -64,20 +65,13 @@ def prefetched(
     work: Callable[[T], R],
     threads: LoaderThreads,
     size_bytes: Callable[[R], int] = lambda _: 1,
-    processes: LoaderProcesses | None = None,
 ) -> Generator[R, None, None]:
-    """Yields work(item) in order; an exception of `work` is raised in its position.
-
-    Args:
-        processes: of `threads.most`, asked by `work`; closed unless all items are used.
-    """
+    """Yields work(item) in order; an exception of `work` is raised in its position."""
     if threads.most == 0:
         yield from map(work, items)
         return
     pending: deque[Future[R]] = deque()
     room, largest = threads.most, 0  # results that may be prepared; bytes of one
-    if processes is not None:
-        processes.start(threads.most)
     # None of them may start threads of torch for each image that it resizes.
     with ThreadPoolExecutor(threads.most, "loader", torch.set_num_threads, (1,)) as pool:
         try:
@@ -91,12 +85,18 @@ def prefetched(
                     yield result
             while pending:
                 yield pending.popleft().result()
-        except BaseException:  # or the consumer stopped: waits for running work
+        finally:  # after an error, or if the consumer stopped: waits for running work
             for future in pending:
                 future.cancel()
-            if processes is not None:
-                processes.close()
-            raise
+
+
+def _one_ahead(results: Iterator[R]) -> Generator[R, None, None]:
+    """Yields the results; a thread takes the next one meanwhile."""
+    with ThreadPoolExecutor(1, "loader") as pool:
+        coming = pool.submit(next, results, None)
+        while (result := coming.result()) is not None:
+            coming = pool.submit(next, results, None)
+            yield result
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,9 @@ class TrainLoader:
         threads or processes."""
         slots = items_of_rank(self.plan.slots, self.world_size, self.rank)
         tasks = self._tasks(start, stop, slots)
+        in_processes = start_processes(self.data, self.threads) is not None
+        if in_processes and (self.skip or self.plan.has_empty_slots):
+            self._filler  # noqa: B018  # a thread must not make it
         loaded = _loaded(self.data, tasks, self._load, self.threads)
         try:
             for _ in range(start, stop):
@@ -194,7 +197,7 @@ class TrainLoader:
     @cached_property
     def _filler(self) -> Batch:
         """One sample, for a slot without samples: it gets weight 0."""
-        return self._any(_maker(self.data, self.threads), 1)
+        return self._any(self.data.batch, 1)
 
     def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
         """The micro-batches in order; announces each one to the source when it is assigned."""
@@ -245,6 +248,8 @@ def tried(data: Data, draws: Draws) -> Batch:
         batch = data.batch(draws)
         moved = [name for name, state in global_state().items() if state != before[name]]
         if not (data.shared and moved):
+            if "processes" in vars(data):
+                data.processes.measure(batch)
             return batch
     kind = type(data.source).__name__
     remedy = (
@@ -287,35 +292,49 @@ def eval_batches(
         data.source.close()
 
 
-def start_processes(data: Data, threads: LoaderThreads) -> None:
-    """Copies the data set for the loader processes, if any, before it is used in this process,
+def start_processes(data: Data, threads: LoaderThreads) -> LoaderProcesses | None:
+    """The loader processes, if any. Copies the data set for them before it is used in this process,
     which also starts the fork server earlier.
 
     Raises:
         TaskError: the data set cannot be copied.
     """
-    if threads.most and not data.shared:
-        data.processes  # noqa: B018
+    return data.processes if threads.most and not data.shared else None
 
 
 def _loaded(
     data: Data, tasks: Iterator[_Task], load: Callable[[_Task, Batch], R], threads: LoaderThreads
 ) -> Generator[R, None, None]:
-    """Yields load(task, its batch) in order."""
+    """Yields load(task, its batch) in order. Within another iteration in processes, all batches are
+    made here."""
     if data.source.in_order:
         threads = replace(threads, most=min(1, threads.most))
-    make = _maker(data, threads)
+    processes = start_processes(data, threads)
 
-    def work(task: _Task) -> R:
-        return load(task, make(task.draws) if len(task.draws.rows) else {})
+    def made(task: _Task) -> R:
+        return load(task, data.batch(task.draws) if len(task.draws.rows) else {})
 
-    processes = data.processes if threads.most and not data.shared else None
-    return prefetched(tasks, work, threads, bytes_of, processes)
+    if processes is None or processes.in_use:
+        threads = threads if data.shared else LoaderThreads(0)
+        yield from prefetched(tasks, made, threads, bytes_of)
+        return
+    sent: deque[_Task] = deque()
 
+    def draws() -> Iterator[Draws]:
+        for task in tasks:
+            sent.append(task)
+            yield task.draws
 
-def _maker(data: Data, threads: LoaderThreads) -> Callable[[Draws], Batch]:
-    """What makes a batch in a loader thread, if there are any."""
-    return data.batch if data.shared or not threads.most else data.processes.batch
+    processes.in_use = True
+    try:
+        for task in islice(tasks, 0 if processes.batch_bytes else 1):
+            result = made(task)  # while the fork server loads torch
+            processes.measure(result)
+            yield result
+        batches = processes.batches(draws(), threads)
+        yield from _one_ahead(load(sent.popleft(), batch) for batch in batches)
+    finally:
+        processes.in_use = False
 
 
 def window_for(data: Data, asked: int | Literal["auto"]) -> int:

@@ -124,7 +124,11 @@ def _parts_of(leaf: Any) -> list[Any]:
     if not isinstance(leaf, Tensor) or _is_dense(leaf):
         return [leaf]
     if leaf.is_nested:
-        return [*leaf.unbind()]
+        nested: Any = leaf
+        if leaf.layout is not torch.jagged:
+            return [leaf.contiguous().values(), nested._nested_tensor_size()]
+        parts = (leaf.values(), nested.offsets(), nested.lengths())
+        return [each for each in parts if each is not None]
     coo = leaf.to_sparse_coo()
     return [coo._indices(), coo._values()]
 

@@ -12,7 +12,6 @@ import operator
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -20,6 +19,7 @@ from itertools import chain, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 
 from raytrain_ddp.data.order import Draws, RowMask, Rows, global_state, kept_globals, runs_of
@@ -406,6 +406,7 @@ class IterableSource(Source):
         self.dataset, self.shared = dataset, shared
         count = len(dataset) if rows is None else require_count("rows", rows)  # type: ignore[arg-type]
         self.blocks = runs_of(count, 256)
+        self._pickled: bytes | None = None
         # By seed, epoch, and offset of the next item.
         self._waiting: dict[tuple[int, int, int], Iterator[Any]] = {}
         # The order may differ between epochs.
@@ -440,15 +441,7 @@ class IterableSource(Source):
         return f"{type(self.dataset).__name__} of {int(self.blocks.sum())} items"
 
     def _from(self, offset: int, draws: Draws | None) -> Iterator[Any]:
-        try:
-            dataset = self.dataset if self.shared else deepcopy(self.dataset)
-        except Exception as error:
-            raise TaskError(
-                f"{type(self.dataset).__name__} cannot be copied "
-                f"({type(error).__name__}: {error}), but several iterators need a copy each: "
-                "open files in __iter__, or, if iterators do not affect each other and draw "
-                "no random numbers, IterableSource(dataset, shared=True)."
-            ) from error
+        dataset = self.dataset if self.shared else self._copy()
         if draws is not None:
             draws.seed_globals_of_epoch()
             if hasattr(dataset, "set_epoch") and not self.shared:
@@ -476,3 +469,17 @@ class IterableSource(Source):
         """Part of the key of a waiting iterator. If all epochs have the same order, the next one
         may continue an iterator of this one."""
         return (draws.seed, draws.epoch) if draws is not None and self._is_random else (0, 0)
+
+    def _copy(self) -> Any:
+        """As the data set was when it was first read. `deepcopy` shares what functions refer to."""
+        try:
+            if self._pickled is None:
+                self._pickled = cloudpickle.dumps(self.dataset)
+            return cloudpickle.loads(self._pickled)
+        except Exception as error:
+            raise TaskError(
+                f"{type(self.dataset).__name__} cannot be copied by pickle "
+                f"({type(error).__name__}: {error}), but several iterators need a copy each: "
+                "open files in __iter__, or, if iterators do not affect each other and draw "
+                "no random numbers, IterableSource(dataset, shared=True)."
+            ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from raytrain_ddp.data.loading.loader import (
 )
 from raytrain_ddp.data.loading.sources import ArraySource, Data, IterableSource
 from raytrain_ddp.data.order import Draws, Plan, items_of_rank
+from raytrain_ddp.data.pixels.image_batches import BatchMemory
 from raytrain_ddp.errors import DataError
 
 # ------------------------------------------------------------------ threads
@@ -89,6 +91,23 @@ def test_bytes_prepared_ahead_are_bounded():
         assert items.taken <= taken + 3
     assert items.taken == 5 + 3
     results.close()
+
+
+def test_batch_memory_is_reused_only_when_no_view_is_left() -> None:
+    memory = BatchMemory()
+    batch = memory.empty(4, 8, 6)
+    assert batch.shape == (4, 3, 8, 6)
+    assert batch.dtype == torch.uint8
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    place, view = batch.data_ptr(), batch[1:3].flip(0)[0:1].view_as(batch[:1])
+    kept = batch.fill_(7)[3:]
+    del batch
+    other = memory.empty(4, 8, 6).fill_(9)
+    assert other.data_ptr() != place
+    assert bool((kept == 7).all())
+    del kept, view
+    gc.collect()
+    assert memory.empty(4, 8, 6).data_ptr() == place
 
 
 # ------------------------------------------------------------------ steps

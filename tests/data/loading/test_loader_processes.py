@@ -18,7 +18,9 @@ from processes import alive, wait_until
 from torch.utils.data import DataLoader
 
 from raytrain_ddp.data.loading.loader import LoaderThreads, eval_batches
+from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.order import Draws
 from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 
@@ -45,11 +47,12 @@ def first(items: list[Any]) -> Any:
 @pytest.fixture
 def batches() -> Iterator[Callable[..., Iterator[Any]]]:
     """(what makes an item, processes) -> the items of rows 0, 1, ..., one in each batch."""
-    made: list[Data] = []
+    made: list[LoaderProcesses] = []
 
     def make(item: Callable[[int], Any], workers: int = 1, ahead: int = 2) -> Iterator[Any]:
-        made.append(Data(MapSource(Items(item)), first))
-        return eval_batches(made[-1], 1, range(100), LoaderThreads(workers, ahead=ahead))
+        made.append(LoaderProcesses(Data(MapSource(Items(item)), first)))
+        draws = (Draws(0, 0, np.array([row])) for row in range(100))
+        return made[-1].batches(draws, LoaderThreads(workers, ahead=ahead))
 
     yield make
     for each in made:
@@ -177,8 +180,7 @@ import os, sys, time
 import numpy as np, torch
 from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.data.order import Plan
-from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.data.loading.sources import MapSource
+from raytrain_ddp.data.loading.sources import Data, MapSource
 from raytrain_ddp.data.loading.loader import LoaderThreads
 
 class Pid:
@@ -200,8 +202,8 @@ def collate(items):
 data = Data(MapSource(Rows()), collate)  # of __main__, and no guard
 loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, LoaderThreads(2))
 steps = loader.steps(0, 4)
-made = [each for slot in next(steps) for each in slot.batch["pids"]]
 next(steps)
+made = [each for slot in next(steps) for each in slot.batch["pids"] if isinstance(each, Pid)]
 pids = {pid for each in made for pid in each.pids}
 print(*pids, flush=True)
 if sys.argv[1] == "raise":
