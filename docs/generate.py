@@ -23,7 +23,7 @@ sys.path.insert(0, str(DOCS.parent))  # mkdocs may run where the package is not 
 
 
 from raytrain_ddp import events  # noqa: E402
-from raytrain_ddp.__main__ import COMMANDS, _command  # noqa: E402
+from raytrain_ddp.__main__ import COMMANDS, command_of  # noqa: E402
 from raytrain_ddp.config.command_line import Flag  # noqa: E402
 from raytrain_ddp.config.field_types import listed  # noqa: E402
 from raytrain_ddp.config.recipe import load_with_info, shipped_recipes  # noqa: E402
@@ -42,7 +42,7 @@ def cell(text: str) -> str:
 
 def flags_of(command: str) -> list[Flag]:
     """All that a command takes, in the order of its help."""
-    made = _command(command)
+    made = command_of(command)
     given = {"config": TrainConfig()} if "config" in _fields(made.args) else {}
     return made.flags(**given)
 
@@ -88,7 +88,7 @@ def commands(_: str) -> str:
         every = flags_of(name)
         own = [flag for flag in every if not is_of_config(flag)]
         more = "\nAlso every field of the config: [Every field](fields.md).\n" * (own != every)
-        about = inspect.getdoc(_command(name).args)
+        about = inspect.getdoc(command_of(name).args)
         parts.append(f"## {name}\n\n{about}\n{more}\n{table(own)}")
     return "\n".join(parts)
 

@@ -69,13 +69,18 @@ def _module(name: str) -> Any:
     return import_module(f"raytrain_ddp.{place}")
 
 
+def command_of(name: str) -> Any:
+    """The flags of a command."""
+    return _module(name).COMMAND
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands with their flags, for shtab, which makes shells complete them."""
     whole = argparse.ArgumentParser("raytrain")
     commands = whole.add_subparsers()
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about)
-        for flag in _module(name).COMMAND.flags(config=TrainConfig()):
+        for flag in command_of(name).flags(config=TrainConfig()):
             action = flag.add_to(command)
             if not flag.choices:  # files, as shtab.FILE
                 action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}

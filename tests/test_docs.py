@@ -45,7 +45,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "run": parse_run,
     "spot": spot.parser().parse_args,
     **{
-        name: generate._command(name).parse
+        name: generate.command_of(name).parse
         for name in ("evaluate", "predict", "export", "convert", "report")
     },
 }

@@ -383,7 +383,8 @@ def branch_of(run: NamedRun, origin: str) -> Branch | None:
             f"run {run.config.name} has this config, but began {where}, not from {origin}: set "
             "another --name, or remove --resume-from to continue it."
         )
-    checkpoint = answered(run.config, lambda: _origin(run.config, origin))
+    place = _place(run.config, origin)
+    checkpoint = answered(run.config, lambda: _origin(run.config, origin, place))
     then = checkpoint.manifest.config
     config = settled_as_begun(run.config, then)
     changes = other_things(checkpoint, changed_fields(then, config), config)
@@ -432,12 +433,13 @@ def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
     return answered(run.config, begin)
 
 
-def _origin(config: TrainConfig, origin: str) -> Checkpoint:
+def _place(config: TrainConfig, origin: str) -> str:
     path = Path(origin)
     is_path = path.is_absolute() or (path.exists() and not is_name_below(origin, config.storage))
-    place = origin
-    if not is_path and "://" not in origin:
-        place = f"{config.storage.rstrip('/')}/{origin}"
+    return origin if "://" in origin or is_path else f"{config.storage.rstrip('/')}/{origin}"
+
+
+def _origin(config: TrainConfig, origin: str, place: str) -> Checkpoint:
     try:
         is_one = open_storage(place).exists(MANIFEST_FILE)
         return find_checkpoint(place, None if is_one else "last")
