@@ -1,8 +1,6 @@
-"""A loop of your own that resumes at any step, with the same bits: here, a death changes nothing.
+"""A loop of your own that resumes at any step with the same bits; on Ray, a death repeats no step.
 
-python examples/own_loop.py                     in this process
-python examples/own_loop.py --num-workers 3     on Ray, whose workers are replaced if they die
-torchrun --nproc-per-node 3 examples/own_loop.py
+Here: python examples/own_loop.py. On Ray: with --num-workers 3. Or torchrun.
 """
 
 import argparse
@@ -25,17 +23,13 @@ def points(count: int, seed: int) -> TensorDataset:
 
 
 def train(run: raytrain_ddp.OwnRun) -> None:
-    net = nn.Sequential(
-        *(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
-    )
-    model = run.prepare(net)
+    layers = nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10)
+    model = run.prepare(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 230)
     run.register(model=model, optimizer=optimizer, scheduler=scheduler)
-
-    data, held_out = points(1437, seed=1), points(600, seed=2)
     for _ in run.epochs(10):
-        for step in run.steps(data, batch_size=64, micro_batch=16):
+        for step in run.steps(points(1437, seed=1), batch_size=64, micro_batch=16):
             for x, y in step:
                 step.backward(cross_entropy(model(x), y))
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -43,11 +37,11 @@ def train(run: raytrain_ddp.OwnRun) -> None:
             scheduler.step()
             optimizer.zero_grad()
             run.log(loss=step.loss)
-        run.log(**run.evaluate({"accuracy": MulticlassAccuracy(10)}, model, held_out))
+        metrics = {"accuracy": MulticlassAccuracy(10)}
+        run.log(**run.evaluate(metrics, model, points(600, seed=2)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-workers", type=int)
-    given = parser.parse_args()
-    raytrain_ddp.launch(train, num_workers=given.num_workers, save_every_s=60)
+    raytrain_ddp.launch(train, num_workers=parser.parse_args().num_workers, save_every_s=60)
