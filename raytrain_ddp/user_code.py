@@ -142,7 +142,7 @@ def _imported() -> dict[str, tuple[str, bytes]]:
     python = sysconfig.get_path("stdlib")
     # By their text, as there are thousands. (A warm process has loaded files of ours alone.)
     others = tuple(f"{folder}/" for folder in (_PACKAGE, python, os.path.realpath(python)))
-    for name, module in [*sys.modules.items()]:
+    for name, module in sys.modules.copy().items():
         if name in _not_users:
             continue
         place = getattr(module, "__file__", None)

@@ -51,7 +51,7 @@ from raytrain_ddp.signals import STOP_SIGNALS
 _PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # if installed
 _ALIGNMENT = 64
 _MOST_NAMED = 64  # rows
-_DEATH_S = 1.0  # until the fork server has told of one
+_DEATH_S = 5.0  # until the fork server, on a busy machine, has told of one
 _hidden = threading.Lock()
 _place = 0  # of this loader process
 
