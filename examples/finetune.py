@@ -9,15 +9,7 @@ With `fit` instead of `fit_locally`, Ray runs it. As flags: docs/fine-tune.md.
 from argparse import ArgumentParser
 from dataclasses import replace
 
-from raytrain_ddp import (
-    DataConfig,
-    EmaConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TrainConfig,
-    fit_locally,
-)
+import raytrain_ddp as rt
 
 
 def main() -> None:
@@ -29,19 +21,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
-    head = TrainConfig(
+    head = rt.TrainConfig(
         name="finetune-head",
         storage=args.storage,
         epochs=2,
-        data=DataConfig(source=args.folder, holdout=0.2, image_size=args.size),
-        model=ModelConfig(args.model, weights=args.weights, freeze=("backbone",)),
-        optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.75),
-        schedule=ScheduleConfig(warmup_epochs=1.0),
-        ema=EmaConfig(decay=0.99),
+        data=rt.DataConfig(source=args.folder, holdout=0.2, image_size=args.size),
+        model=rt.ModelConfig(args.model, weights=args.weights, freeze=("backbone",)),
+        optim=rt.OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.75),
+        schedule=rt.ScheduleConfig(warmup_epochs=1.0),
+        ema=rt.EmaConfig(decay=0.99),
     )
-    fit_locally(head)
-    model = ModelConfig(args.model, weights=f"{args.storage}/{head.name}")
-    result = fit_locally(replace(head, name="finetune", epochs=args.epochs, model=model))
+    rt.fit_locally(head)
+    model = rt.ModelConfig(args.model, weights=f"{args.storage}/{head.name}")
+    result = rt.fit_locally(replace(head, name="finetune", epochs=args.epochs, model=model))
     print(f"best: {result.best}, {result.best_checkpoint}")
 
 

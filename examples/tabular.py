@@ -159,10 +159,9 @@ def columns(
             column = column.cast(column.type.value_type)
         if column.null_count:
             raise DataError(f"{source}: column {name!r} has {column.null_count} nulls: fill them.")
-        kind = column.type
-        checks = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
-        is_number = any(check(kind) for check in checks)
-        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        kind, of = column.type, pa.types
+        is_number = of.is_integer(kind) or of.is_floating(kind) or of.is_boolean(kind)
+        is_text = of.is_string(kind) or of.is_large_string(kind)
         if not is_number and (name != label or not is_text):
             wanted = "one label in each row" if name == label else "numbers: encode or remove it"
             raise DataError(f"{source}: column {name!r} has {kind}, not {wanted}.")

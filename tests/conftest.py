@@ -15,7 +15,6 @@ from tempfile import gettempdir
 from typing import Any
 
 import pytest
-from leaving import LEAVING
 from processes import Group
 from s3 import S3, s3_server
 
@@ -171,8 +170,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(MARKED_FOLDERS[folder])
-        if item.path.name in LEAVING:
-            item.add_marker("leaving")
     if "PYTEST_XDIST_WORKER" in os.environ:  # what takes longest comes first
         items.sort(
             key=lambda item: (_starts_ray(item.path), item.path.stat().st_size), reverse=True

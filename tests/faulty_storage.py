@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from raytrain_ddp.checkpoint.manifest import DamagedError, Manifest
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointStore
 from raytrain_ddp.errors import RunLockedError
+
+BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 
 
 class Killed(BaseException):
@@ -187,6 +190,13 @@ def manifest(step: int, attempt: int = 1, **changes: Any) -> Manifest:
         "written_by": "1.2.3",
     }
     return Manifest(**{**fields, **changes})
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """The content of a manifest, valid or not, with the checksum that to_json would add."""
+    head = json.dumps(content, indent=1).removesuffix("\n}") + ",\n "
+    seal = hashlib.sha256(head.encode()).hexdigest()
+    return f'{head}"sha256": "{seal}"\n}}\n'.encode()
 
 
 def payload(step: int, attempt: int = 1) -> dict[str, bytes]:

@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
 from processes import PRELOADED
-from tiny import TinyTask, plain
+from tiny import TinyTask, bits, log_of, plain
 
 from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
@@ -50,7 +51,6 @@ def _work(
     """The process of one rank; also the first code that a forked process runs."""
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
-    from own_loops import LOOPS
 
     from raytrain_ddp.events import Outcome
     from raytrain_ddp.membership.generations import NewcomerWaits, Place
@@ -125,7 +125,7 @@ def _work(
 
     def make(is_begun: bool = False) -> Build:
         if "loop" in options:
-            return Build(made, membership.world, OwnLoop(LOOPS[options["loop"]]), is_begun)
+            return Build(made, membership.world, OwnLoop(options["loop"]), is_begun)
         task = TinyTask(made, **options)
         task.membership = membership  # type: ignore[assignment]
         return Build(made, membership.world, task, is_begun)
@@ -175,13 +175,6 @@ def _make_storage_fail(folder: Path, times: int) -> None:
     errors.retry_pauses = lambda: iter([0.01] * 100)
 
 
-def forks() -> Any:
-    """A context whose processes are forked from one that has imported torch."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 class Run:
     """Three ranks, of which `size` start first; a killed process is replaced.
 
@@ -194,7 +187,6 @@ class Run:
 
     def __init__(
         self,
-        forks: Any,
         config: TrainConfig,
         folder: Path,
         points: str,
@@ -209,7 +201,9 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         given = points, least, size, backend, outages
         self._arguments = plain(config), options, str(folder), *given
-        self._forks, self.folder, self._late_s = forks, folder, late_s
+        self._forks = mp.get_context("forkserver")
+        self._forks.set_forkserver_preload(PRELOADED)
+        self.folder, self._late_s = folder, late_s
         self._least, self._awaited = least, points.count(":kill@") if after_others else 0
         self.roster = roster = Roster()
         self._dead: dict[int, float] = {}  # rank -> when it is replaced
@@ -254,3 +248,23 @@ class Run:
                     self._ranks[rank] = self._begin(rank)
             time.sleep(0.02)
         return [json.loads(path.read_text()) for path in self.folder.glob("note-*.json")]
+
+
+def assert_same(config: TrainConfig, whole: TrainConfig) -> None:
+    assert bits(config) == bits(whole)
+    assert log_of(config) == log_of(whole)
+
+
+def disturbed(whole: TrainConfig, folder: Path, points: str, **given: Any) -> list[dict[str, Any]]:
+    """The notes of the processes of a run with the config of `whole` that ended normally."""
+    config = replace(whole, name="run", storage=str(folder))
+    run = Run(config, folder / "fired", points, **given)
+    notes = run.wait()
+    assert run.deaths == points.count(":kill@")
+    assert_same(config, whole)
+    return notes
+
+
+def starts(notes: list[dict[str, Any]]) -> list[list[int]]:
+    """The steps at which each process that was rank 0 began in its generations."""
+    return [note["steps"] for note in notes if note["steps"]]

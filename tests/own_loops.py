@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from logs import log_of
-from tiny import ScriptedMembership, newest
+from tiny import ScriptedMembership, bits, log_of, newest
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -106,9 +105,8 @@ def counting_loop(by_tokens: bool, run: OwnRun) -> None:
                 step.backward(total / count, **({"count": count} if by_tokens else {}))
             found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             model.zero_grad()
-            total, count = losses(
-                torch.stack([x for x, _ in data]), torch.tensor([y for _, y in data])
-            )
+            of_all = [torch.stack([x for x, _ in data]), torch.tensor([y for _, y in data])]
+            total, count = losses(*of_all)
             whole = torch.autograd.grad(total / count, [*model.parameters()])
             for own, other in zip(found, whole, strict=True):
                 torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
@@ -137,29 +135,19 @@ def scaled_loop(run: OwnRun) -> None:
 def adversaries_loop(run: OwnRun) -> None:
     """Two networks that are updated one after another in each step."""
     made, judge = run.prepare(nn.Linear(2, 6)), run.prepare(nn.Linear(6, 1))
-    optimizers = {
-        "of_made": torch.optim.Adam(made.parameters(), 1e-2),
-        "of_judge": torch.optim.Adam(judge.parameters(), 1e-2),
-    }
-    run.register(made=made, judge=judge, **optimizers)
+    of_made, of_judge = (torch.optim.Adam(net.parameters(), 1e-2) for net in (made, judge))
+    run.register(made=made, judge=judge, of_made=of_made, of_judge=of_judge)
     for _ in run.epochs(EPOCHS):
         for step in run.steps(Samples(), batch_size=24, micro_batch=6):
             for x, _ in step:
                 fake = made(torch.randn(len(x), 2)).detach()
                 step.backward((judge(fake) - judge(x)).mean())
-            optimizers["of_judge"].step()
+            of_judge.step()
             for x, _ in step:
                 step.backward(-judge(made(torch.randn(len(x), 2))).mean())
-            optimizers["of_made"].step()
-            for each in optimizers.values():
-                each.zero_grad()
-
-
-LOOPS: Mapping[str, Callable[[OwnRun], None]] = {
-    "plain": plain_loop,
-    "scaled": scaled_loop,
-    "adversaries": adversaries_loop,
-}
+            of_made.step()
+            of_made.zero_grad()
+            of_judge.zero_grad()
 
 
 def own_config(folder: Path, exact: bool = False, every: int = 2) -> TrainConfig:
@@ -182,10 +170,10 @@ def run_own(
     """Calls a loop on one worker; returns the steps done, and the signal that stopped it."""
     made = from_dict(config)
     failpoints.arm(points, f"{made.storage}/fired")
-    membership = ScriptedMembership(World(rank, size, rank, torch.device("cpu"), 1), stop_at)
-    task = OwnLoop(LOOPS[loop] if isinstance(loop, str) else loop)
+    world = World(rank, size, rank, torch.device("cpu"), 1)
+    membership = ScriptedMembership(world, stop_at)
     try:
-        outcome = take_part(membership, made, lambda _: Build(made, membership.world, task))
+        outcome = take_part(membership, made, lambda _: Build(made, world, OwnLoop(loop)))
     finally:
         failpoints.arm("", "")
     assert outcome is not None
@@ -195,8 +183,6 @@ def run_own(
 def result(config: TrainConfig) -> tuple[Any, Any]:
     """Hashes of all states in the newest checkpoint, and the log without times."""
     checkpoint = newest(config)
-    files = checkpoint.manifest.files
     state = json.loads(checkpoint.read("state.json"))
-    bits = {name: f.sha256 for name, f in files.items() if name.endswith(".safetensors")}
     log = [(r["step"], r.get("loss"), r.get("scalars"), r.get("metrics")) for r in log_of(config)]
-    return {**bits, "state": sha256(json.dumps(state).encode()).hexdigest()}, log
+    return {**bits(config), "state": sha256(json.dumps(state).encode()).hexdigest()}, log

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tarfile import TarInfo
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,33 @@ from raytrain_ddp.data.formats.shard_images import ShardImages
 ROWS_PER_GROUP = 4
 
 
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
+
+
+def noise(seed: int, height: int, width: int, form: str = "png") -> bytes:
+    random = np.random.Generator(np.random.Philox(seed))
+    return encoded(Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)), form)
+
+
 def png(seed: int) -> bytes:
     """A picture of noise."""
-    random = np.random.Generator(np.random.Philox(seed))
-    content = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (12, 10, 3), np.uint8)).save(content, "png")
-    return content.getvalue()
+    return noise(seed, 12, 10)
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes] | TarInfo], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as file:
+        for member in members:
+            if isinstance(member, TarInfo):
+                file.addfile(member)
+                continue
+            info = TarInfo(member[0])
+            info.size = len(member[1])
+            file.addfile(info, io.BytesIO(member[1]))
+    return path
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> str:

@@ -159,12 +159,9 @@ PRELOADED = [
     *("raytrain_ddp.training.membership", "raytrain_ddp.training.loop"),
     *("raytrain_ddp.membership.generations", "raytrain_ddp.ray_backend.failure_causes"),
     # What Ray imports, without Ray: its random numbers would be equal in all processes.
-    *(
-        "google.protobuf.descriptor_pb2",
-        "google.protobuf.json_format",
-        "google.protobuf.struct_pb2",
-    ),
-    *("google.protobuf.timestamp_pb2", "pydantic.json_schema", "pydantic.type_adapter"),
+    *("google.protobuf.descriptor_pb2", "google.protobuf.json_format"),
+    *("google.protobuf.struct_pb2", "google.protobuf.timestamp_pb2"),
+    *("pydantic.json_schema", "pydantic.type_adapter"),
     *("click", "colorful", "filelock", "jsonschema", "logging.config", "packaging.version"),
     *("psutil", "requests", "yaml"),
 ]

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 from event_records import record
-from logs import log_of
 from processes import wait_until
 from rich.console import Console
+from tiny import log_of
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage

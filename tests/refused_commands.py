@@ -25,7 +25,7 @@ class Mine(Task):
     def metrics(self): return {}
     def evaluate(self, model, batch, metrics): ...
 """
-SCRIPT = {"a.py": ""}
+MINE, SCRIPT = {"mine.py": TASK}, {"a.py": ""}
 SMALL = "--local --batch-size 8 --micro-batch 8 --scaling.use-gpu False"
 
 
@@ -73,8 +73,9 @@ LISTED["list.csv"] = f"image,label\n{ROWS_OF_LIST}"
 
 ROWS = [
     # 1: the user's code.
-    Row(f"{SMALL} --task mine.py:Mine", 1, "loss", {"mine.py": TASK}, writes=True),
+    Row(f"{SMALL} --task mine.py:Mine", 1, "loss", MINE, writes=True),
     # 2: what is typed.
+    Row(f"{SMALL} --dry-run --task mine.py:Mine --task-options.depth 3", 2, "depth", MINE),
     Row("--epoch 3", 2, "--epochs", light=True),
     Row("--epochs three", 2, "epochs three", light=True),
     Row("--model.name resnet51", 2, "model.name 'resnet51' 'resnet50'"),
@@ -123,7 +124,13 @@ ROWS = [
     Row("doctor digits --run x", 2, "digits --run", light=True),
     Row("chaos --kils 3", 2, "--kills", light=True),
     Row("report nothing --device cpu --no-predict", 2, "--device"),
+    Row("run --num-workers 2 aa.py", 2, "'aa.py' 'a.py'", SCRIPT, light=True),
+    Row("run torchrun --nproc-per-node 2 a.py", 2, "torchrun", SCRIPT, light=True),
+    Row("run --num-workers 0 a.py", 2, "--num-workers", SCRIPT, light=True),
+    Row("--scaling.cpus-per-worker many", 2, "scaling.cpus-per-worker", light=True),
     # 3: where it runs.
+    Row("run --num-workers 999 a.py", 3, "1 CPU: want 999", SCRIPT, light=True),
+    Row("--address ray://127.0.0.1:9", 3, "ray://127.0.0.1:9 --address"),
     Row("--scaling.num-workers 64 --batch-size 1024", 3, "64 --scaling.num-workers", light=True),
     Row("--scaling.num-workers 1 --scaling.use-gpu True", 3, "scaling.use-gpu", light=True),
     Row("--local --storage /proc/none", 3, "/proc/none"),

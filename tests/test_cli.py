@@ -95,7 +95,6 @@ def killed_at(point: str, folder: Path) -> TrainConfig:
         [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
         cwd=folder,
         env={**os.environ, **ENVIRONMENT, **armed},
-        capture_output=True,
     )
     assert killed.returncode == -9, killed.stderr
     return replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(folder / "runs"))

@@ -7,6 +7,8 @@ import ast
 import importlib.util
 import re
 import shlex
+from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,11 @@ def file_of_tests(name: str) -> Path:
     return found[0]
 
 
+FAULTS = (ROOT / "tests" / "FAULTS.md").read_text(encoding="utf-8")
+
+
 def test_every_promise_names_tests_that_exist():
-    rows = (ROOT / "tests" / "FAULTS.md").read_text(encoding="utf-8").partition("## Faults")[0]
+    rows = FAULTS.partition("## Faults")[0]
     promises = [row for row in rows.splitlines() if row.startswith("| ") and "---" not in row][1:]
     assert len(promises) >= 7
     for promise in promises:
@@ -69,6 +74,42 @@ def test_every_promise_names_tests_that_exist():
             parsed = ast.parse(file_of_tests(file).read_text(encoding="utf-8"))
             functions = {n.name for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
             assert test in functions, f"{file} has no {test}"
+
+
+FAULT_ROWS = range(1, 64)
+
+
+def rows_of(test: str) -> list[int]:
+    """``test_fault_17_and_18_...`` -> 17, 18."""
+    match = re.match(r"test_faults?_((?:\d\d_(?:and_)?)+)", test)
+    return [int(number) for number in re.findall(r"\d\d", match[1])] if match else []
+
+
+def by_row() -> tuple[dict[int, set[str]], dict[int, set[str]]]:
+    """Row -> the names of its tests that run by default, and of the others."""
+    by_default, opt_in = defaultdict(set), defaultdict(set)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        marks = re.findall(r"^pytestmark = .*", text, re.MULTILINE)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                words = " ".join([*marks, *map(ast.unparse, node.decorator_list)])
+                tests = opt_in if re.search(r"mark\.(slow|gpu|lab)", words) else by_default
+                for row in rows_of(node.name):
+                    tests[row].add(node.name)
+    return by_default, opt_in
+
+
+def test_each_row_of_the_fault_matrix_has_a_test_by_default_or_says_why_not():
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]*)\|$", FAULTS, re.MULTILINE)
+    assert [int(row) for row, _ in rows] == list(FAULT_ROWS)
+    by_default, opt_in = by_row()
+    assert {*by_default, *opt_in} <= {*FAULT_ROWS}
+    without = [(int(row), remark) for row, remark in rows if int(row) not in by_default]
+    for row, remark in without:
+        others = [int(number) for number in re.findall(r"\d+", remark)]
+        elsewhere = remark.startswith("With row") and all(by_default[other] for other in others)
+        assert elsewhere or (remark.startswith("Opt in") and opt_in[row]), f"row {row}"
 
 
 def test_every_marker_is_replaced_and_every_field_and_command_is_described():
@@ -88,6 +129,20 @@ def test_every_command_of_a_benchmark_has_flags_that_exist():
             source = (ROOT / "benchmarks" / script).read_text(encoding="utf-8") + shared
             for flag in re.findall(r" (--[a-z-]+)", given):
                 assert f'"{flag}"' in source, f"{script} {flag}"
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_each_fit_of_the_gpu_benchmark_has_a_valid_config(
+    tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    given = {"images": 60, "minutes": 12.0, "ray_wheels": None, "only": [], "tiny": tiny}
+    trainers = {"timm_train": None, "torchvision_train": None}
+    jobs = importlib.import_module("gpu").jobs(Namespace(**given, **trainers), tmp_path, 4)
+    commands = [job.command for job in jobs if job.log]
+    for command in commands:
+        parse_fit(command[command.index("raytrain_ddp.fit") + 1 :])
+    assert len(commands) == 13
 
 
 def test_every_name_and_file_that_is_mentioned_exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +14,6 @@ import warm_python
 from PIL import Image
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def trained(folder: Path, task: str, *flags: str, recipe: str = "digits") -> list[dict[str, Any]]:
@@ -24,9 +22,7 @@ def trained(folder: Path, task: str, *flags: str, recipe: str = "digits") -> lis
     command = [sys.executable, "-m", "raytrain_ddp.fit", recipe]
     command += ["--task", f"{EXAMPLES / place}:{name}"]
     more = ["--local", "--storage", str(folder), "--name", "run", "--data.workers", "1", *flags]
-    done = warm_python.run(
-        [*command, *more], capture_output=True, text=True, timeout=280, env=ONE_THREAD
-    )
+    done = warm_python.run([*command, *more], timeout=280)
     assert done.returncode == 0, done.stderr
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [r["metrics"] for r in map(json.loads, lines) if r["kind"] == "eval"]

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from logs import log_of
 from processes import Group, run_cli
-from tiny import WorkerResult, bits, newest, plain, run_tiny, tiny_config
+from tiny import WorkerResult, bits, log_of, newest, plain, run_tiny, tiny_config
 
 HOUR_S = 3600.0
 

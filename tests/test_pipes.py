@@ -68,9 +68,9 @@ def test_a_full_disk_is_an_error_in_one_line():
         with Path("/dev/full").open("w") as full:
             done = warm_python.run(
                 [sys.executable, "-c", MAIN.format(body)],
+                capture_output=False,
                 stdout=full,
                 stderr=subprocess.PIPE,
-                text=True,
                 env=BUFFERED,
             )
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)

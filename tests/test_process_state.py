@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -138,14 +137,8 @@ def test_a_call_leaves_the_process_as_it_was(case: str, fails: str, ended: str, 
     if fails:
         fail.write_text(fails)
     (tmp_path / "rude.py").write_text(f"FAIL = {str(fail)!r}\n{TASK}")
-    done = warm_python.run(
-        [sys.executable, "-c", SCRIPT, case, str(tmp_path), str(fail)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        timeout=240,
-    )
+    command = [sys.executable, "-c", SCRIPT, case, str(tmp_path), str(fail)]
+    done = warm_python.run(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("differs", "ended"))]
     assert lines == [f"ended {ended}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm_python
-from processes import ENVIRONMENT
 from tiny import tiny_config
 
 from raytrain_ddp import fit_locally, user_code
@@ -79,9 +77,7 @@ def imported(tmp_path: Path) -> Iterator[Path]:
 def ran(script: str, code: UserCode, file: Path, *words: str) -> str:
     """The output of a process that reads the code from a file."""
     file.write_bytes(pickle.dumps(code))
-    command = [sys.executable, "-c", script, str(file), *words]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = warm_python.run(command, capture_output=True, text=True, env=environment)
+    done = warm_python.run([sys.executable, "-c", script, str(file), *words])
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
@@ -192,6 +188,5 @@ def test_a_complete_run_reports_that_its_code_has_changed(
     with (tmp_path / "own_task.py").open("a") as file:
         file.write("# edited\n")
     fit_locally(config)
-    assert "the code of own_task has changed since step-" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the code of own_task has changed since step-" in said

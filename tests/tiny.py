@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    CLOCKS,
+    checkpoint_store,
+    read_history,
+    run_storage,
+)
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimConfig
@@ -39,6 +44,7 @@ STEPS_PER_EPOCH = 10
 EVAL_ROWS = 53
 EPOCHS = 3
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
+AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
 
 def tiny_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -278,9 +284,22 @@ def kept_steps(config: TrainConfig) -> list[int]:
 
 
 def bits(config: TrainConfig) -> dict[str, str]:
-    """Hashes of the tensors in the newest checkpoint."""
+    """Hashes of the files with tensors in the newest checkpoint."""
     files = newest(config).manifest.files
-    return {name: files[name].sha256 for name in ("model.safetensors", "optimizer.safetensors")}
+    return {name: file.sha256 for name, file in files.items() if name.endswith(".safetensors")}
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """metrics.jsonl without values that depend on the time of day."""
+    history = read_history(run_storage(config))
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
+
+
+def audit_of(config: TrainConfig) -> list[str]:
+    """The hash of the input of each step; asserts that no step is missing or repeated."""
+    records = [record for record in log_of(config) if record["kind"] == "audit"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["sha256"] for record in records]
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import ENVIRONMENT
+
 from raytrain_ddp.warm import fork_client
 
 PROGRAM = str(Path(__file__).with_name("given_program.py"))
@@ -75,11 +77,13 @@ def run(
     command: Sequence[Any],
     input: Any = None,
     timeout: float | None = None,
-    capture_output: bool = False,
+    capture_output: bool = True,
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run([sys.executable, ...])`` with a `WarmPython`."""
+    """``subprocess.run([sys.executable, ...])`` with a `WarmPython`; texts, by default with the
+    package of this tree."""
+    options = {"text": True, "env": {**os.environ, **ENVIRONMENT}, **options}
     pipes = ["stdin"] * (input is not None) + ["stdout", "stderr"] * capture_output
     with WarmPython(command, **options, **dict.fromkeys(pipes, subprocess.PIPE)) as process:
         try:
@@ -91,3 +95,11 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def fit(folder: Path, *flags: str, **variables: str) -> WarmPython:
+    """``fit`` in the background, with these variables besides; its errors are in its output."""
+    environment = {**os.environ, **ENVIRONMENT, **variables}
+    command = [sys.executable, "-m", "raytrain_ddp.fit", *flags]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    return WarmPython(command, cwd=folder, env=environment, stdout=out, stderr=err, text=True)

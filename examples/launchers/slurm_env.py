@@ -56,13 +56,13 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
 
+    parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
     path, epoch = f"{RUN}.pt", 0
     if os.path.exists(path):  # requeued
         state = torch.load(path, map_location=lambda storage, loc: storage.to(device))
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
         epoch = state["epoch"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
 
     dataset = bits_of(torch.arange(256).repeat(8))
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=7)
@@ -77,15 +77,8 @@ def main():
         scheduler.step()
         epoch += 1
         if rank == 0:
-            torch.save(
-                {
-                    "epoch": epoch,
-                    "model": model.module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "scheduler": scheduler.state_dict(),
-                },
-                path,
-            )
+            state = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({**state, "epoch": epoch}, path)
         dist.barrier()
 
     right = torch.zeros(1, dtype=torch.long, device=device)

@@ -48,12 +48,9 @@ def train(gpu, args):
     rank = args.nr * args.gpus + gpu
     world_size = args.gpus * args.nodes
     cuda = torch.cuda.is_available()
-    dist.init_process_group(
-        backend="nccl" if cuda else "gloo",
-        init_method=f"tcp://{args.master}:{args.port}",
-        world_size=world_size,
-        rank=rank,
-    )
+    where = f"tcp://{args.master}:{args.port}"
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=where, world_size=world_size, rank=rank)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     device = torch.device("cuda", gpu) if cuda else torch.device("cpu")
@@ -96,12 +93,11 @@ def train(gpu, args):
     dist.all_reduce(right, op=dist.ReduceOp.SUM)
     if rank == 0:
         accuracy = right.item() / len(labels)
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
+        flat = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
         print(f"accuracy {accuracy:.3f}")
         with open(args.out, "w") as file:
-            json.dump({"accuracy": accuracy, "weights": digest.hexdigest()}, file)
+            json.dump({"accuracy": accuracy, "weights": digest}, file)
     dist.barrier()
     dist.destroy_process_group()
 

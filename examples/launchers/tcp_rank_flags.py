@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,8 @@ def read_lines(path, rank, world_size):
     with open(path) as file:
         total = sum(1 for _ in file)
     total -= total % world_size
-    lines = []
     with open(path) as file:
-        for i, line in enumerate(file):
-            if i < total and i % world_size == rank:
-                lines.append(line.rstrip("\n").split("\t"))
-    return lines
+        return [line.rstrip("\n").split("\t") for line in islice(file, rank, total, world_size)]
 
 
 def encode(lines):
@@ -60,12 +57,8 @@ def encode(lines):
 
 def main():
     args = parser.parse_args()
-    dist.init_process_group(
-        args.dist_backend,
-        init_method=args.dist_url,
-        world_size=args.world_size,
-        rank=args.rank,
-    )
+    who = {"world_size": args.world_size, "rank": args.rank}
+    dist.init_process_group(args.dist_backend, init_method=args.dist_url, **who)
     device = torch.device("cpu" if args.gpu is None else f"cuda:{args.gpu}")
     torch.manual_seed(args.rank)  # DDP takes the first weights from rank 0
 
@@ -99,14 +92,8 @@ def main():
             optimizer.step()
         if args.rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
-            torch.save(
-                {
-                    "epoch": epoch + 1,
-                    "state_dict": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                },
-                args.save,
-            )
+            state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "epoch": epoch + 1}, args.save)
         dist.barrier()
 
     bags, labels = data.tensors

@@ -56,9 +56,8 @@ def main():
 
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
-    model = DistributedDataParallel(
-        model, device_ids=[local_rank] if device.type == "cuda" else None
-    )
+    ids = [local_rank] if device.type == "cuda" else None
+    model = DistributedDataParallel(model, device_ids=ids)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 
     first_epoch = 0

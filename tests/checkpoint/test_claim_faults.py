@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from faulty_storage import (
+    BOTH,
     Faults,
     both,
     claims_in,
@@ -29,8 +30,6 @@ from faulty_storage import (
 from raytrain_ddp.checkpoint.listing import ContendedError
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import RunLockedError
-
-BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 
 
 @BOTH

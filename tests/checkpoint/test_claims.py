@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faulty_storage import (
+    BOTH,
     both,
     claims_in,
     commit,
@@ -28,9 +29,6 @@ from faulty_storage import (
 from raytrain_ddp.checkpoint.listing import CheckpointListing, ContendedError
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-
-BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-
 
 OTHER_NAMES = """
 claim-a999999999999999-0a1b2c3d.json

@@ -24,6 +24,7 @@ from faulty_storage import (
     manifest,
     next_attempt,
     payload,
+    sealed,
     tree,
 )
 
@@ -215,13 +216,6 @@ def test_all_checkpoints_pruned_while_being_verified_are_not_damage(root: Path) 
     reported: list[str] = []
     assert content(store.latest(reported.append, overtake)) == payload(40)
     assert reported == []
-
-
-def sealed(content: Mapping[str, Any]) -> bytes:
-    """Any content with the checksum that to_json would add."""
-    head = json.dumps(content, indent=1).removesuffix("\n}") + ",\n "
-    seal = hashlib.sha256(head.encode()).hexdigest()
-    return f'{head}"sha256": "{seal}"\n}}\n'.encode()
 
 
 def fields_of(whole: Manifest) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_storage import sealed
 from torch import nn
 
 from raytrain_ddp.checkpoint.manifest import FORMAT, DamagedError
@@ -100,9 +101,7 @@ def reseal(folder: Path, **changes: object) -> None:
     """Writes other fields into a manifest, with a valid checksum."""
     fields = json.loads((folder / "manifest.json").read_bytes())
     del fields["sha256"]
-    head = json.dumps({**fields, **changes}, indent=1).removesuffix("\n}") + ",\n "
-    seal = hashlib.sha256(head.encode()).hexdigest()
-    (folder / "manifest.json").write_text(f'{head}"sha256": "{seal}"\n}}\n')
+    (folder / "manifest.json").write_bytes(sealed({**fields, **changes}))
 
 
 def opened(old: Old, folder: Path) -> Checkpoint:

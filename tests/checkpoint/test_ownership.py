@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from processes import ENVIRONMENT, wait_until
-from warm_python import WarmPython
+from processes import wait_until
+from warm_python import fit
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner, holder, is_seen
 from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 
-FIT = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--name", "run", "--epochs", "500"]
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, **ENVIRONMENT}
-    return WarmPython(
-        [*FIT, "--checkpoint.every-steps", "20", "--eval.every-epochs", "0"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+FIT = ["--local", "--name", "run", "--epochs", "500", "--checkpoint.every-steps", "20"]
+FIT += ["--eval.every-epochs", "0"]
 
 
 def starts(run: Storage) -> list[int]:
@@ -47,9 +34,9 @@ def wait_for(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
 
 def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resumed(tmp_path: Path):
     run = open_storage(str(tmp_path / "runs" / "run"))
-    first = start(tmp_path)
+    first = fit(tmp_path, *FIT)
     wait_for(first, lambda: len(read_history(run)) > 8)
-    second = start(tmp_path)
+    second = fit(tmp_path, *FIT)
     out, _ = second.communicate(timeout=60)
     assert second.returncode == 8, out
     assert f"pid {first.pid}" in out
@@ -58,7 +45,7 @@ def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resume
 
     first.kill()
     first.communicate()
-    third = start(tmp_path)
+    third = fit(tmp_path, *FIT)
     wait_for(third, lambda: starts(run)[1:] != [])
     third.send_signal(signal.SIGTERM)
     out, _ = third.communicate(timeout=60)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from faulty_storage import (
+    BOTH,
     Faults,
     both,
     commit,
@@ -28,8 +29,6 @@ from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError
-
-BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 
 
 def test_commit_then_read(root: Path) -> None:
@@ -201,9 +200,5 @@ def test_sweep_touches_only_its_own_leftovers(root: Path) -> None:
     (root / ".tmp-abc").write_bytes(b"x")
     (root / "readme").write_bytes(b"x")
     store.sweep()
-    assert sorted(os.listdir(root)) == [
-        "damaged-step-00000005-a0001",
-        "notes",
-        "readme",
-        "step-00000010-a0001",
-    ]
+    left = {"damaged-step-00000005-a0001", "notes", "readme", "step-00000010-a0001"}
+    assert {*os.listdir(root)} == left

@@ -36,8 +36,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 
-# ------------------------------------------- invariants 8, 9: the store as a state machine
-
 
 class Writer:
     """A process that started the run; all but the newest are zombies."""

@@ -99,9 +99,8 @@ def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
     elsewhere = dataclasses.replace(data, source="s3://bucket/images?region=y")
     assert changed_fields(written, dataclasses.replace(config, data=elsewhere)) == []
     other = dataclasses.replace(config, data=sections.DataConfig(source="s3://other/images"))
-    assert [name for name, _, _ in changed_fields(written, other)] == [
-        *("data.source", "data.eval_source"),
-    ]
+    changed = [name for name, _, _ in changed_fields(written, other)]
+    assert changed == ["data.source", "data.eval_source"]
 
 
 def test_a_recipe_file_is_read_and_names_its_runs(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import threading
 from collections import deque
@@ -116,11 +115,8 @@ def test_an_objects_digest_is_the_same_in_another_process_and_after_training():
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}; import test_task_state as t; print(*t.names())"
     )
-    done = warm_python.run(
-        [sys.executable, "-c", code],
-        **{"cwd": Path(__file__).parent, "env": {**os.environ, "OMP_NUM_THREADS": "1"}},
-        **{"capture_output": True, "text": True, "check": True},
-    )
+    command = [sys.executable, "-c", code]
+    done = warm_python.run(command, cwd=Path(__file__).parent, check=True)
     assert done.stdout.split() == names()
     task = Fold(1)
     first = TrainConfig(task=task)

@@ -44,7 +44,7 @@ def field_of(name: str) -> tuple[str, Any]:
 
 def tables_of(config: TrainConfig, *fields: tuple[str, Any]) -> dict[str, Any]:
     """The tables of a recipe with these fields besides."""
-    tables = {k: v for k, v in to_dict(config).items() if v is not None}
+    tables = without_none(to_dict(config))
     for field, value in fields:
         section, _, last = field.rpartition(".")
         (tables[section] if section else tables)[last] = value
@@ -54,15 +54,14 @@ def tables_of(config: TrainConfig, *fields: tuple[str, Any]) -> dict[str, Any]:
 def write(file: Path, *fields: tuple[str, Any]) -> str:
     """A config.toml."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    storage = str(file.parents[1])
-    tables = tables_of(TrainConfig(name=file.parent.name, storage=storage), *fields)
-    sections = {k: without_none(v) if isinstance(v, dict) else v for k, v in tables.items()}
-    file.write_text(tomli_w.dumps(sections))
+    config = TrainConfig(name=file.parent.name, storage=str(file.parents[1]))
+    file.write_text(tomli_w.dumps(tables_of(config, *fields)))
     return str(file)
 
 
 def without_none(table: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if value is not None}
+    inner = {k: without_none(v) if isinstance(v, dict) else v for k, v in table.items()}
+    return {name: value for name, value in inner.items() if value is not None}
 
 
 def begun(folder: Path, *fields: tuple[str, Any]) -> TrainConfig:

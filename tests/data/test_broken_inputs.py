@@ -10,8 +10,8 @@ import io
 import json
 import os
 import sys
-import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import simplejpeg
+from parquet_files import encoded, write_tar
 from PIL import Image
 from processes import Group
 
@@ -30,9 +31,7 @@ PER_CLASS = 12
 def jpeg(seed: int, side: int = 24) -> bytes:
     random = np.random.Generator(np.random.Philox(seed))
     coarse = Image.fromarray(random.integers(0, 256, (4, 4, 3), np.uint8))
-    content = io.BytesIO()
-    coarse.resize((side, side), Image.BICUBIC).save(content, "jpeg", quality=90)
-    return content.getvalue()
+    return encoded(coarse.resize((side, side), Image.BICUBIC), "jpeg", quality=90)
 
 
 def enormous() -> bytes:
@@ -78,13 +77,10 @@ def a_list(root: Path) -> None:
 
 def a_tar(root: Path) -> None:
     """The records of `parquet` as WebDataset has them."""
-    with tarfile.open(root / "train.tar", "w") as file:
-        for row, (image, label) in enumerate(zip(*records().values(), strict=True)):
-            members = {f"{row:02}.jpg": image["bytes"], f"{row:02}.cls": str(label).encode()}
-            for member, stored in members.items():
-                info = tarfile.TarInfo(member)
-                info.size = len(stored)
-                file.addfile(info, io.BytesIO(stored))
+    members = []
+    for row, (image, label) in enumerate(zip(*records().values(), strict=True)):
+        members += [(f"{row:02}.jpg", image["bytes"]), (f"{row:02}.cls", str(label).encode())]
+    write_tar(root / "train.tar", members)
 
 
 def arrow(root: Path) -> None:
@@ -105,6 +101,7 @@ def flip_a_bit(root: Path) -> None:
     path.write_bytes(content)
 
 
+ROW_9 = "train.parquet, row group 1, row 1"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     # name: (how to make it, what is named)
     "an empty file": (overwrite("train/bat/05.jpg", b""), "bat/05.jpg"),
@@ -121,14 +118,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "eel",
     ),
     "a flipped bit": (flip_a_bit, "train.parquet, row group 1"),
-    "a path to no file": (
-        lambda root: parquet(root, bytes=None, path="gone.jpg"),
-        "train.parquet, row group 1, row 1",
-    ),
-    "bytes that are no image": (
-        lambda root: parquet(root, bytes=b"hello"),
-        "train.parquet, row group 1, row 1",
-    ),
+    "a path to no file": (partial(parquet, bytes=None, path="gone.jpg"), ROW_9),
+    "bytes that are no image": (partial(parquet, bytes=b"hello"), ROW_9),
 }
 
 

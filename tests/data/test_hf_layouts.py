@@ -207,10 +207,8 @@ def test_what_datasets_loads_by_name_is_read_from_its_arrow_files(
     files = [f"{split}/{name}/0.png" for split in ("train", "test") for name in ("cat", "dog")]
     root = write(tmp_path / "root", *files)
     splits = open_splits(DataConfig(source=f"hf:{root}"))
-    assert (splits.class_names, splits.eval_from) == (
-        ["cat", "dog"],
-        "the test split of data.source",
-    )
+    assert splits.class_names == ["cat", "dog"]
+    assert splits.eval_from == "the test split of data.source"
     rows = np.arange(2)
     assert splits.train.labels().tolist() == [0, 1]
     assert [bytes(image) for image, _ in splits.train.read(rows)] == [

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logs import AUDITED, audit_of
 from pictures import Lines, Pictures, PicturesTask, require_right, write_pictures
 from processes import Died, Group, Raised
-from tiny import WorkerResult, bits, plain, run_tiny, tiny_config
+from tiny import AUDITED, WorkerResult, audit_of, bits, plain, run_tiny, tiny_config
 from torch.utils.data import DataLoader
 
 from raytrain_ddp import errors

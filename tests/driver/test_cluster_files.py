@@ -11,13 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster_checks import (
-    check_kubernetes,
-    check_ray_up,
-    check_sbatch,
-    check_shell,
-    opening,
-)
+from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, check_shell, opening
 from processes import ROOT, run_cli
 
 from raytrain_ddp.config.sections import DataConfig, ScalingConfig

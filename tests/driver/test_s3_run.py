@@ -6,10 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from logs import log_of
 from processes import Died, Group
 from s3 import CREDENTIALS, S3
-from tiny import TOTAL_STEPS, bits, newest, plain, run_tiny, tiny_config
+from tiny import TOTAL_STEPS, bits, log_of, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import find_checkpoint

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 _NVIDIA_SMI = """#!/bin/sh
@@ -33,15 +36,11 @@ def build(folder: Path) -> None:
     found = [
         next((file.parent for root in roots for file in packages.glob(root)), None)
         for roots in (
-            (
-                "nvidia/cu*/include/cuda_runtime_api.h",
-                "nvidia/cuda_runtime/include/cuda_runtime_api.h",
-            ),
-            (
-                "nvidia/cu*/include/crt/host_defines.h",
-                "*/backends/nvidia/include/crt/host_defines.h",
-                "nvidia/cuda_*/include/crt/host_defines.h",
-            ),
+            [f"nvidia/{name}/include/cuda_runtime_api.h" for name in ("cu*", "cuda_runtime")],
+            [
+                f"{place}/include/crt/host_defines.h"
+                for place in ("nvidia/cu*", "*/backends/nvidia", "nvidia/cuda_*")
+            ],
         )
     ]
     if None in found:
@@ -74,6 +73,30 @@ def _driver_stub(libraries: Path) -> str:
 def _call(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def built(folder: Path) -> Path:
+    """The folder in which they are built; skips the test if they cannot be."""
+    try:
+        build(folder)
+    except CannotBuild as reason:
+        pytest.skip(f"GPUs cannot be emulated: {reason}")
+    return folder
+
+
+def output_of_tests(libraries: Path, folder: Path, gpus: int, *words: str) -> str:
+    """Of pytest, whose tests for real GPUs run on emulated ones and must pass."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--basetemp={folder / 'inner'}", *words],
+        env=environment(libraries, gpus, install=True),
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
 

@@ -62,11 +62,8 @@ def test_the_scripts_variables_are_kept_and_those_of_another_group_removed(local
 def test_ranks_are_ordered_by_node_then_gpu():
     workers = three_on_two_nodes().workers
     assert [w.seat.number for w in workers] == [0, 2, 1]
-    assert [(w.rank, w.local_rank, w.node_rank) for w in workers] == [
-        (0, 0, 0),
-        (1, 0, 1),
-        (2, 1, 1),
-    ]
+    places = [(w.rank, w.local_rank, w.node_rank) for w in workers]
+    assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 1)]
     assert [w.gpus for w in workers] == [["0"], ["2", "10"], ["2", "10"]]
     assert [w.rank for w in assign_ranks([w.seat for w in workers], first_node="a")] == [0, 1, 2]
     assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
@@ -135,6 +132,5 @@ def test_placeholders_are_filled_in_and_other_braces_are_unchanged():
     order = RunOptions(
         RunFlags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}")
     )
-    assert order.command("python", group.placeholders(group.workers[1])) == [
-        *("./go.sh", "1", "10.0.0.9:23456")
-    ]
+    command = order.command("python", group.placeholders(group.workers[1]))
+    assert command == ["./go.sh", "1", "10.0.0.9:23456"]

@@ -6,17 +6,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import generation_runs
 import pytest
 import torch
-from generation_runs import Run, W
-from logs import log_of
+from generation_runs import W, assert_same, disturbed, starts
 from processes import Group
-from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
+from tiny import TOTAL_STEPS, TinyTask, log_of, plain, run_tiny, tiny_config
 from torch import nn
 
 from raytrain_ddp.config.sections import (
@@ -35,13 +32,6 @@ from raytrain_ddp.training.loop import take_part
 from raytrain_ddp.training.membership import Membership, Requests
 from raytrain_ddp.training.runtime.world import World
 
-EXACT: dict[str, Any] = {"exact": True}  # the bits do not depend on the ranks
-
-
-@pytest.fixture(scope="module")
-def forks() -> Any:
-    return generation_runs.forks()
-
 
 @pytest.fixture(scope="module")
 def undisturbed(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
@@ -52,35 +42,13 @@ def undisturbed(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Tra
 
 @pytest.fixture(scope="module")
 def exact_alone(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    config = tiny_config(tmp_path_factory.mktemp("alone"), "alone", **EXACT)
+    config = tiny_config(tmp_path_factory.mktemp("alone"), "alone", exact=True)
     run_tiny(0, 1, plain(config), {})
     return config
 
 
-def assert_same(config: TrainConfig, whole: TrainConfig) -> None:
-    assert bits(config) == bits(whole)
-    assert log_of(config) == log_of(whole)
-
-
-def disturbed(
-    forks: Any, whole: TrainConfig, folder: Path, points: str, **given: Any
-) -> list[dict[str, Any]]:
-    """The notes of the processes of a run with the config of `whole` that ended normally."""
-    config = replace(whole, name="run", storage=str(folder))
-    run = Run(forks, config, folder / "fired", points, **given)
-    notes = run.wait()
-    assert run.deaths == points.count(":kill@")
-    assert_same(config, whole)
-    return notes
-
-
-def starts(notes: list[dict[str, Any]]) -> list[list[int]]:
-    """The steps at which each process that was rank 0 began in its generations."""
-    return [note["steps"] for note in notes if note["steps"]]
-
-
 def test_fault_49_50_a_killed_rank_is_replaced_and_survivors_repeat_no_step(
-    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+    undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     """Also if the new rank, or another one, dies while it starts."""
     points = (
@@ -90,13 +58,13 @@ def test_fault_49_50_a_killed_rank_is_replaced_and_survivors_repeat_no_step(
         "train.before_step:kill@rank=1,step=21;start.loaded:kill@rank=1,after=5",
         "train.after_step:kill@rank=2,step=30",
     )
-    notes = disturbed(forks, undisturbed, tmp_path, ";".join(points))
+    notes = disturbed(undisturbed, tmp_path, ";".join(points))
     assert starts(notes) == [[0, 6, 10, 13, 20, 20, 30]]
     assert all(note["step"] == TOTAL_STEPS for note in notes)
 
 
 def test_fault_49_50_a_killed_rank_0_is_replaced_and_survivors_repeat_no_step(
-    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+    undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     points = (
         "start.met:kill@rank=0",
@@ -104,24 +72,24 @@ def test_fault_49_50_a_killed_rank_0_is_replaced_and_survivors_repeat_no_step(
         "checkpoint.payload:kill@rank=0,step=20",
         "checkpoint.committed:kill@rank=0,step=30",
     )
-    disturbed(forks, undisturbed, tmp_path / "several", ";".join(points))
-    notes = disturbed(forks, undisturbed, tmp_path / "one", "train.after_step:kill@rank=0,step=9")
+    disturbed(undisturbed, tmp_path / "several", ";".join(points))
+    notes = disturbed(undisturbed, tmp_path / "one", "train.after_step:kill@rank=0,step=9")
     assert starts(notes) == [[9]]
 
 
 def test_fault_15_survivors_keep_their_state_during_a_storage_outage(
-    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+    undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     point = "train.after_backward:kill@rank=1,step=15"
-    assert starts(disturbed(forks, undisturbed, tmp_path, point, outages=12)) == [[0, 14]]
+    assert starts(disturbed(undisturbed, tmp_path, point, outages=12)) == [[0, 14]]
 
 
 def test_fault_49_with_averages_and_bad_records_killed_ranks_do_not_change_the_bits(
-    forks: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Compared with one process that is left alone."""
     changes: dict[str, Any] = {
-        **EXACT,
+        "exact": True,
         "ema": EmaConfig(decay=0.9),
         "data": DataConfig(workers=1, prefetch=2, bad_records="skip", max_bad=100),
         "log": LogConfig(every_steps=5, tensorboard=False, audit=True),
@@ -132,26 +100,26 @@ def test_fault_49_with_averages_and_bad_records_killed_ranks_do_not_change_the_b
     points = (
         "train.after_backward:kill@rank=2,step=14;train.before_step:kill@rank=0,after=1,step=17"
     )
-    disturbed(forks, alone, tmp_path, points, bad_rows=bad_rows)
+    disturbed(alone, tmp_path, points, bad_rows=bad_rows)
     assert any(record.get("skipped") for record in log_of(alone))
 
 
 def test_fault_50_all_resume_from_the_newest_checkpoint_if_rank_0_dies_committing_the_best_weights(
-    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+    undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     points = "checkpoint.payload:sleep(30)@rank=0,step=20;train.before_step:kill@rank=0,step=25"
-    assert starts(disturbed(forks, undisturbed, tmp_path, points)) == [[10]]
+    assert starts(disturbed(undisturbed, tmp_path, points)) == [[10]]
 
 
 def test_fault_49_50_after_a_kill_a_slow_commit_of_rank_0_continues_during_the_next_steps(
-    forks: Any, exact_alone: TrainConfig, tmp_path: Path
+    exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     """The commit of the best weights so far; with exact, survivors do not wait for the new rank."""
     points = (
         "checkpoint.payload:sleep(8)@step=10;checkpoint.manifest:eio@step=10"
         ";train.after_backward:kill@rank=1,step=13"
     )
-    notes = disturbed(forks, exact_alone, tmp_path, points, least=1)
+    notes = disturbed(exact_alone, tmp_path, points, least=1)
     last = ["Train", TOTAL_STEPS]
     (told,) = [note["told"] for note in notes if last in note["told"]]
     assert told.count(["Checkpoint", 10]) == 1
@@ -159,20 +127,20 @@ def test_fault_49_50_after_a_kill_a_slow_commit_of_rank_0_continues_during_the_n
 
 
 def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
-    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+    undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     points = ";".join(f"train.before_step:kill@rank={rank},step=27" for rank in range(W))
-    notes = disturbed(forks, undisturbed, tmp_path, points)
+    notes = disturbed(undisturbed, tmp_path, points)
     assert starts(notes) in ([[10]], [[20]])  # the commit of step 20 runs during training
     assert all(each is None for note in notes for each in note["replaced"])
 
 
 def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
-    forks: Any, exact_alone: TrainConfig, tmp_path: Path
+    exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     """Compared with one process that is left alone."""
     points = "train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5"
-    notes = disturbed(forks, exact_alone, tmp_path, points, least=1, after_others=True)
+    notes = disturbed(exact_alone, tmp_path, points, least=1, after_others=True)
     sizes = max((note["sizes"] for note in notes), key=len)
     assert min(sizes) == 1
     assert sizes[0] == sizes[-1] == 3
@@ -183,9 +151,9 @@ def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
     "points", ["", "start.loaded:kill@rank=2;train.after_step:kill@rank=0,step=17"]
 )
 def test_fault_28_a_further_rank_joins_between_two_steps(
-    forks: Any, exact_alone: TrainConfig, tmp_path: Path, points: str
+    exact_alone: TrainConfig, tmp_path: Path, points: str
 ) -> None:
-    notes = disturbed(forks, exact_alone, tmp_path, points, least=1, late_s=1.0, size=2)
+    notes = disturbed(exact_alone, tmp_path, points, least=1, late_s=1.0, size=2)
     sizes = max((note["sizes"] for note in notes), key=len)
     assert max(sizes) == 3
     if not points:
@@ -261,7 +229,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"), 1)
 def test_with_exact_a_survivor_keeps_its_data_and_model(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
-    config = tiny_config(tmp_path, "run", **EXACT)
+    config = tiny_config(tmp_path, "run", exact=True)
     task, membership = CountingTask(config), LosesPeers([7, 13, 19])
     take_part(membership, config, pytest.fail, Build(config, ALONE, task))
     assert membership.begins == [0, 6, 12, 18]
@@ -292,7 +260,7 @@ def test_a_kept_model_does_not_keep_a_nonfinite_loss(tmp_path: Path) -> None:
 
 
 def test_losses_in_a_row_without_a_step_end_the_run(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "run", scaling=ScalingConfig(max_failures=3), **EXACT)
+    config = tiny_config(tmp_path, "run", scaling=ScalingConfig(max_failures=3), exact=True)
     membership = LosesPeers([5] * 9)
     with pytest.raises(RankLost):
         take_part(membership, config, pytest.fail, Build(config, ALONE, TinyTask(config)))

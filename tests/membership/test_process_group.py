@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ENVIRONMENT
-from warm_python import WarmPython
+from warm_python import fit
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.membership import process_group
@@ -76,15 +72,7 @@ def test_a_wait_for_other_processes_ends_on_signals(tmp_path: Path, port: int) -
         folder = tmp_path / f"{rank}-{number}"
         folder.mkdir()
         given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port + len(processes))}
-        process = WarmPython(
-            [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--epochs", "1"],
-            cwd=folder,
-            env={**os.environ, **ENVIRONMENT, **given},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append((process, number))
+        processes.append((fit(folder, "--local", "--epochs", "1", **given), number))
     for process, number in processes:
         for line in process.stdout:
             if "waits for" in line:

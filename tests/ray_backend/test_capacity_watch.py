@@ -15,6 +15,7 @@ from event_records import to
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Alive, Joined
+from raytrain_ddp.ray_backend import ray_membership
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch
 from raytrain_ddp.ray_backend.mailbox import Draining
 from raytrain_ddp.ray_backend.placement import Layout
@@ -107,8 +108,6 @@ class FakeNotice:
     """A Notice with a fake clock and fake answers from Ray."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
-        from raytrain_ddp.ray_backend import ray_membership
-
         self.now, self.said, self.notes = 1000.0, None, []
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 5e8)
         monkeypatch.setattr(ray_membership, "time", clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,11 +87,6 @@ def numbers(event: Event | None) -> tuple[Any, ...]:
     count = re.search(r"failure (\d+) of at most \d+", text)
     assert count is not None
     return event["rank"], event["step"], place, int(count[1])
-
-
-def preempted_event(scenario: Scenario, *ranks: int) -> Event | None:
-    texts = {rank: KILLED.format(time.perf_counter_ns()) for rank in ranks}
-    return scenario.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
 
 
 def test_fault_04_simultaneously_lost_hosts_count_as_one_failure_with_new_workers():
@@ -247,8 +241,9 @@ def test_new_workers_that_fail_do_not_end_a_run_that_makes_progress() -> None:
 
 def test_fault_34_a_preemption_does_not_count_as_a_failure():
     scenario = Scenario(most=0)
-    for _ in range(3):
-        shown = preempted_event(scenario.start(), 1)
+    for number in range(3):
+        died = {"kind": "died", "texts": {1: KILLED.format(number)}, "preempted": [1]}
+        shown = scenario.start().policy.take(died)
         assert shown is not None
         assert shown["kind"] == "preempted"
 

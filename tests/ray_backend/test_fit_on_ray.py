@@ -20,7 +20,6 @@ import pytest
 pytest.importorskip("ray")
 import psutil
 import warm_python
-from logs import log_of
 from old_launchers import compare, free_port
 from processes import ENVIRONMENT, STUBBORN
 from ray_cluster import (
@@ -35,7 +34,7 @@ from ray_cluster import (
     wait_until,
     weights,
 )
-from tiny import newest
+from tiny import log_of, newest
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import read_events
@@ -98,16 +97,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     recipe.write_text(dumps(config))
     group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     group |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "3"}
-    command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe)]
-    processes = [
-        warm_python.WarmPython(
-            command,
-            env={**os.environ, **ENVIRONMENT, **group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(3)
+    folder = Path(config.storage)
+    ranks = [
+        warm_python.fit(folder, str(recipe), **group, RANK=rank, LOCAL_RANK=rank) for rank in "012"
     ]
-    assert [process.wait(200) for process in processes] == [0, 0, 0]
+    outs = [process.communicate(timeout=200)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], outs
     return config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -67,14 +66,7 @@ LOST = "raised RetriesExhausted the connection to Ray is lost"
 
 
 def output_of(work: str, folder: Path) -> list[str]:
-    done = warm_python.run(
-        [sys.executable, "-c", SCRIPT, work],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        timeout=60,
-    )
+    done = warm_python.run([sys.executable, "-c", SCRIPT, work], cwd=folder, timeout=60)
     assert done.stderr == ""
     return [str(line) for line in done.stdout.splitlines()]
 

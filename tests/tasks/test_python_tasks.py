@@ -47,9 +47,6 @@ def test_a_task_defined_in_a_script_or_a_cell_is_trained_and_resumed(
         [sys.executable, "-" if from_pipe else "script.py"],
         input=code if from_pipe else None,
         cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     said = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
@@ -97,7 +94,7 @@ def test_a_task_class_is_sent_by_value_where_its_module_is_missing(tmp_path: Pat
         input=pickled,
         cwd=tmp_path,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        text=False,
     )
     assert done.stdout == b"things\n", done.stderr.decode()
     assert pickled_task(TrainConfig()) is None

@@ -15,11 +15,10 @@ import pyarrow as pa
 import pytest
 import timm
 import torch
-from logs import log_of
 from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import save_file
-from tiny import tiny_config
+from tiny import log_of, tiny_config
 from torch.nn import functional
 from torchmetrics import MeanAbsoluteError, R2Score
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score

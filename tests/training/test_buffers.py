@@ -1,26 +1,19 @@
-"""Buffers of a model, and metrics, do not depend on the number of workers."""
+"""Buffers of a model do not depend on the number of workers."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import Group
-from tiny import EVAL_ROWS, TinyNet, TinyTask, bits, plain, run_tiny, tiny_config, weights
+from tiny import TinyNet, TinyTask, bits, plain, run_tiny, tiny_config, weights
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.config.sections import EmaConfig, EvalConfig
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import LoaderThreads
+from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.data.order import items_of_rank
-from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.evaluation import evaluate, scalars
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.runtime.world import World
 
@@ -154,50 +147,6 @@ def test_bool_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
     for size in (1, 3, 4):
         for found in workers(size, step_flags):
             assert found == expected
-
-
-class RealMetrics(TinyTask):
-    def evaluate(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], metrics: Mapping[str, Any]
-    ) -> None:
-        logits = model(batch["x"])
-        metrics["loss"].update(cross_entropy(logits, batch["y"], reduction="none"))
-        metrics["top1"].update(logits, batch["y"])
-        metrics["auroc"].update(logits.softmax(1), batch["y"])
-
-
-def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict[str, str]:
-    from torchmetrics import MeanMetric
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
-
-    torch.manual_seed(3)
-    model = TinyNet()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = TrainConfig(eval=EvalConfig(micro_batch=batch_size))
-    task = RealMetrics(config, eval_rows=eval_rows)
-    metrics = {"loss": MeanMetric(), "top1": MulticlassAccuracy(5, average="micro")}
-    metrics["auroc"] = MulticlassAUROC(5)  # its states are lists of all predictions
-    build = Build(config, World(rank, size, rank, torch.device("cpu"), threads=1), task)
-    build.model = model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
-        values = evaluate(build, LoaderThreads(2), metrics)
-    assert model.training
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    return {name: value.hex() for name, value in scalars(values).items()}
-
-
-@pytest.mark.parametrize(("eval_rows", "batch_size"), [(EVAL_ROWS, 8), (2, 8)])
-def test_evaluation_gives_bitwise_equal_metrics_on_1_2_and_3_workers(
-    eval_rows: int, batch_size: int, workers: Group
-):
-    """Promise 2, also with a remainder or fewer chunks than workers; sums, counts, and lists."""
-    alone, *others = (
-        result
-        for size in (1, 2, 3)
-        for result in workers(size, evaluate_tiny, eval_rows, batch_size)
-    )
-    assert others == [alone] * 5
 
 
 def test_a_counter_is_not_rounded_down():

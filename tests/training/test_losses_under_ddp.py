@@ -71,12 +71,9 @@ def test_losses_that_bypass_ddp_work_with_exact_and_with_one_worker(
 class Drops(TinyTask):
     """Its model does not use some parameters in each step, on each rank."""
 
-    first = 1  # the first step in which a parameter may be unused
-    chance = 0.5
-
     def __init__(self, config: TrainConfig, first: int = 1) -> None:
         super().__init__(config)
-        self.first = first
+        self.first = first  # the first step in which a parameter may be unused
 
     def model(self) -> nn.Module:
         made = super().model()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import bits
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
@@ -52,13 +52,6 @@ def trained(made: TrainConfig, device: str = "cuda:0") -> list[float]:
     world = World(0, 1, 0, torch.device(device), threads=1)
     take_part(Membership(world, events.append), made, lambda _: Build(made, world, task))
     return [event.loss for event in events if type(event).__name__ == "Train"]
-
-
-def bits(made: TrainConfig) -> dict[str, str]:
-    newest = checkpoint_store(run_storage(made)).latest()
-    assert newest is not None
-    files = newest.manifest.files
-    return {name: files[name].sha256 for name in ("model.safetensors", "optimizer.safetensors")}
 
 
 @pytest.fixture(scope="module")

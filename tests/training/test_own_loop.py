@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import own_loops
 import pytest
-from generation_runs import Run, forks
-from own_loops import EPOCHS, changed_loop, counting_loop, own_config, result, run_own
+from generation_runs import Run
+from own_loops import EPOCHS, own_config, plain_loop, result, run_own
 from processes import Died, Group, Raised
 from tiny import plain
 
@@ -20,7 +21,7 @@ def undisturbed(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> dic
     found = {}
     for size, exact in ((1, False), (3, False), (1, True)):
         config = own_config(tmp_path_factory.mktemp("undisturbed"), exact)
-        assert workers(size, run_own, plain(config), "plain") == [(STEPS, 0)] * size
+        assert workers(size, run_own, plain(config), plain_loop) == [(STEPS, 0)] * size
         found[size, exact] = result(config)
     return found
 
@@ -43,27 +44,27 @@ def test_a_killed_loop_ends_with_the_same_bits_and_log(
 ) -> None:
     config = own_config(tmp_path)
     (tmp_path / "fired").mkdir()
-    ended = workers.outcomes(size, run_own, plain(config), "plain", 0, points)
+    ended = workers.outcomes(size, run_own, plain(config), plain_loop, 0, points)
     assert any(isinstance(each, Died) for each in ended)
-    assert workers(size, run_own, plain(config), "plain") == [(STEPS, 0)] * size
+    assert workers(size, run_own, plain(config), plain_loop) == [(STEPS, 0)] * size
     assert result(config) == undisturbed[size, False]
 
 
 @pytest.mark.parametrize(
-    ("points", "least"),
+    "points",
     [
-        ("train.after_backward:kill@rank=1,step=3", 3),
-        ("train.after_backward:kill@rank=0,step=7", 3),
-        ("train.after_step:kill@rank=2,step=8", 3),
-        ("evaluate:kill@rank=1,step=8", 3),
-        ("train.before_step:kill@rank=0,step=6", 3),
+        "train.after_backward:kill@rank=1,step=3",
+        "train.after_backward:kill@rank=0,step=7",
+        "train.after_step:kill@rank=2,step=8",
+        "evaluate:kill@rank=1,step=8",
+        "train.before_step:kill@rank=0,step=6",
     ],
 )
 def test_survivors_of_a_death_repeat_no_step(
-    points: str, least: int, undisturbed: dict[Any, Any], tmp_path: Path
+    points: str, undisturbed: dict[Any, Any], tmp_path: Path
 ) -> None:
     config = own_config(tmp_path / "runs", every=100)  # only what survivors keep
-    run = Run(forks(), config, tmp_path / "notes", points, least, loop="plain")
+    run = Run(config, tmp_path / "notes", points, loop=plain_loop)
     notes = run.wait()
     assert run.deaths == 1
     step = int(points.rpartition("=")[2]) - ("after_backward" in points or "before" in points)
@@ -75,9 +76,9 @@ def test_a_stopped_exact_loop_has_the_same_bits_on_any_number_of_workers(
     workers: Group, undisturbed: dict[Any, Any], tmp_path: Path
 ) -> None:
     config = own_config(tmp_path, exact=True)
-    assert workers(1, run_own, plain(config), "plain", 3) == [(3, 15)]
-    assert workers(3, run_own, plain(config), "plain", 8) == [(8, 15)] * 3
-    assert workers(2, run_own, plain(config), "plain") == [(STEPS, 0)] * 2
+    assert workers(1, run_own, plain(config), plain_loop, 3) == [(3, 15)]
+    assert workers(3, run_own, plain(config), plain_loop, 8) == [(8, 15)] * 3
+    assert workers(2, run_own, plain(config), plain_loop) == [(STEPS, 0)] * 2
     assert result(config) == undisturbed[1, True]
 
 
@@ -87,10 +88,11 @@ def test_a_stopped_exact_loop_has_the_same_bits_on_any_number_of_workers(
 def test_a_loop_with_a_scaler_or_two_optimizers_resumes(
     loop: str, exact: bool, workers: Group, tmp_path: Path
 ) -> None:
+    train = getattr(own_loops, f"{loop}_loop")
     whole, parts = own_config(tmp_path / "a", exact), own_config(tmp_path / "b", exact)
-    assert workers(3, run_own, plain(whole), loop) == [(STEPS, 0)] * 3
-    assert workers(3, run_own, plain(parts), loop, 7) == [(7, 15)] * 3
-    assert workers(3, run_own, plain(parts), loop) == [(STEPS, 0)] * 3
+    assert workers(3, run_own, plain(whole), train) == [(STEPS, 0)] * 3
+    assert workers(3, run_own, plain(parts), train, 7) == [(7, 15)] * 3
+    assert workers(3, run_own, plain(parts), train) == [(STEPS, 0)] * 3
     assert result(parts) == result(whole)
 
 
@@ -101,7 +103,7 @@ def test_gradients_are_those_of_the_whole_batch(
     size: int, exact: bool, by_tokens: bool, workers: Group, tmp_path: Path
 ) -> None:
     config = own_config(tmp_path, exact)
-    workers(size, run_own, plain(config), partial(counting_loop, by_tokens))
+    workers(size, run_own, plain(config), partial(own_loops.counting_loop, by_tokens))
 
 
 BACKWARD, UPDATE = "step.backward(cross_entropy(model(x), y))", "optimizer.step()"
@@ -111,12 +113,7 @@ HALVES = "optimizer.param_groups[0]['lr'] /= 2\n        for step"
 MISTAKES = [
     ("model", "model", 3, ""),  # none
     (UPDATE, f"{UPDATE}; other = {SIDE}; other.step()", 1, "run.register(optimizer="),
-    (
-        "run.register(",
-        f"{FALLS}; run.register(",
-        1,
-        "scheduler=",
-    ),
+    ("run.register(", f"{FALLS}; run.register(", 1, "scheduler="),
     ("model=model, ", "", 1, "run.register(model=model)"),
     ("model.parameters()", "nn.Linear(6, 3).parameters()", 1, "outside of the models"),
     ("register(", "register(odd=1, ", 1, "run.register(odd="),
@@ -130,18 +127,8 @@ MISTAKES = [
     ("optimizer.zero_grad()", "pass", 1, "optimizer.zero_grad()"),
     ("optimizer.zero_grad()", "break", 1, "run.stop()"),
     ("optimizer.zero_grad()", "return", 1, "run.stop()"),
-    (
-        "run.prepare(nn.Linear(6, 3))",
-        "run.prepare(run.prepare(nn.Linear(6, 3)))",
-        3,
-        "run.prepare()",
-    ),
-    (
-        "for step",
-        HALVES,
-        1,
-        "scheduler.step()",
-    ),
+    ("prepare(nn.Linear(6, 3))", "prepare(run.prepare(nn.Linear(6, 3)))", 3, "run.prepare()"),
+    ("for step", HALVES, 1, "scheduler.step()"),
     ("Samples()", "iter([1])", 1, "cannot be indexed"),
     ("micro_batch=6", "micro_batch=5", 1, "micro_batch=5"),
 ]
@@ -151,7 +138,7 @@ MISTAKES = [
 def test_a_mistake_ends_the_run_in_one_line(
     old: str, new: str, size: int, named: str, workers: Group, tmp_path: Path
 ) -> None:
-    loop = partial(changed_loop, old, new)
+    loop = partial(own_loops.changed_loop, old, new)
     ended = workers.outcomes(size, run_own, plain(own_config(tmp_path)), loop)
     found = [each for each in ended if isinstance(each, Raised)]
     assert bool(found) == bool(named)

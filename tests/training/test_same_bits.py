@@ -19,10 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from logs import log_of
 from PIL import Image
 from processes import Died, Group
-from tiny import ScriptedMembership, newest, plain
+from tiny import ScriptedMembership, bits, log_of, plain
 
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.config.recipe import from_dict
@@ -205,12 +204,6 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
     return outcome.step
 
 
-def tensors(config: TrainConfig) -> dict[str, str]:
-    """Hashes of the files with tensors in the newest checkpoint."""
-    files = newest(config).manifest.files
-    return {name: file.sha256 for name, file in files.items() if name.endswith(".safetensors")}
-
-
 def same_bits(
     case: Case, draws: random.Random, folder: Path, workers: Group, storage: Path
 ) -> None:
@@ -225,7 +218,7 @@ def same_bits(
     results = workers.outcomes(before, ran, plain(disturbed), *ends, wait_s=8.0)
     assert isinstance(results[-1], Died) if ends[1] else results == [step] * before, flags
     assert workers(after, ran, plain(disturbed), 0, 0)[0] == total, flags
-    assert tensors(disturbed) == tensors(left_alone), flags
+    assert bits(disturbed) == bits(left_alone), flags
     assert log_of(disturbed) == log_of(left_alone), flags
 
 

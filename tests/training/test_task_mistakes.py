@@ -122,9 +122,6 @@ def test_state_outside_of_checkpoints_is_accepted_if_no_step_depends_on_it(
     assert notes_of(tmp_path, **methods) == []
 
 
-# ------------------------------------------------------------------ models
-
-
 def filled(made: nn.Module, name: str, value: float) -> nn.Module:
     tensor = {**dict(made.named_parameters()), **dict(made.named_buffers())}[name]
     with torch.no_grad():
@@ -138,9 +135,6 @@ def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
         return change(self.made)
 
     return {"model": model}
-
-
-# ------------------------------------------------------------------ batches and metrics
 
 
 def channels_as_samples(_: TinyTask) -> Data:
@@ -199,10 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # A model that cannot be trained.
     (changed(lambda made: filled(made, "0.norm.running_mean", math.nan)), "0.norm.running_mean"),
     (changed(lambda made: filled(made, "0.head.bias", math.inf)), "0.head.bias"),
-    (
-        changed(lambda made: made.append(nn.Linear(5, 5, device="meta"))),
-        "1 is lazy, or on",
-    ),
+    (changed(lambda made: made.append(nn.Linear(5, 5, device="meta"))), "1 is lazy, or on"),
     (changed(lambda made: made.append(nn.LazyLinear(5))), "1 is lazy"),
     (changed(lambda made: made.append(nn.Embedding(3, 1, sparse=True))), "1 has sparse"),
     (changed(nn.DataParallel), "DataParallel"),

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from logs import log_of
-from processes import ENVIRONMENT, Died, Group, Raised, wait_until
+import warm_python
+from processes import Died, Group, Raised, wait_until
 from tiny import (
     EPOCHS,
     EVAL_ROWS,
@@ -32,6 +30,7 @@ from tiny import (
     WorkerResult,
     bits,
     kept_steps,
+    log_of,
     newest,
     plain,
     planned,
@@ -41,7 +40,6 @@ from tiny import (
     weights,
 )
 from torch.nn.functional import cross_entropy
-from warm_python import WarmPython
 
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
 from raytrain_ddp.config.recipe import load
@@ -339,15 +337,8 @@ DIGITS += ["--log.no-tensorboard"]
 
 def start(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
     """``fit`` on the digits, 24 steps."""
-    command = [sys.executable, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
-    return WarmPython(
-        [*command, "--log.every-steps", "1", *flags],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    each = "--log.every-steps", "1"
+    return warm_python.fit(folder, "--name", name, *DIGITS, *each, *flags, **variables)
 
 
 def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):

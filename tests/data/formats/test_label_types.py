@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-import tarfile
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parquet_files import png
+from parquet_files import png, write_tar
 
 from raytrain_ddp.config.sections import DataConfig
 from raytrain_ddp.data.splits import Splits, open_splits
@@ -101,13 +99,11 @@ def as_arrow(folder: Path, labels: Sequence[Any]) -> None:
 
 
 def as_tar(folder: Path, labels: Sequence[Any], end: str = "cls") -> None:
-    with tarfile.open(folder / "train.TAR", "w") as file:
-        for row, label in enumerate(labels):
-            text = json.dumps({"label": label}) if end == "json" else f"{label}\n"
-            for name, content in ((f"{row}.png", png(row)), (f"{row}.{end}", text.encode())):
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                file.addfile(member, io.BytesIO(content))
+    members = []
+    for row, label in enumerate(labels):
+        text = json.dumps({"label": label}) if end == "json" else f"{label}\n"
+        members += [(f"{row}.png", png(row)), (f"{row}.{end}", text.encode())]
+    write_tar(folder / "train.TAR", members)
 
 
 def as_folders(folder: Path, labels: Sequence[str]) -> None:
@@ -257,13 +253,10 @@ def test_quotation_marks_are_read_as_by_pandas_and_must_be_closed(tmp_path: Path
 
 
 def write_named(path: Path, column: str, rows: Sequence[Any], feature: Any) -> None:
-    """A Parquet file with a Hugging Face feature, or without one for None."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A Parquet file with a Hugging Face feature."""
     table = pa.table({"image": [png(row) for row in range(len(rows))], column: rows})
-    if feature is not None:
-        metadata = {"huggingface": json.dumps({"info": {"features": {column: feature}}})}
-        table = table.replace_schema_metadata(metadata)
-    pq.write_table(table, path)
+    metadata = {"huggingface": json.dumps({"info": {"features": {column: feature}}})}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
 @pytest.mark.parametrize("notation", ["List", "list"])

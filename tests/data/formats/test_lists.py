@@ -154,10 +154,7 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {  # what is named besides the file
     "cut.csv.gz": (b"\x1f\x8b\x08\x00cut", ""),
     "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1"),
     "mixed.jsonl": (b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n', "'label'"),
-    "late.jsonl": (
-        b'{"image":"a","label":"x"}\n' * 7 + b'{"image":"b","label":5}\n',
-        "'label'",
-    ),
+    "late.jsonl": (b'{"image":"a","label":"x"}\n' * 7 + b'{"image":"b","label":5}\n', "'label'"),
     "null.ndjson": (
         b'{"image":"a","label":null}\n' + b'{"image":"a","label":1}\n' * 3 + b'{"label":"x"}\n',
         "'label'",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parquet_files import png
+from parquet_files import png, write_tar
 from split_checks import labels_of, splits_of
 
 from raytrain_ddp.data.loading.sources import BadRecord
@@ -34,16 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tar(
     path: Path, members: Iterable[Member | tarfile.TarInfo], form: int = tarfile.GNU_FORMAT
 ) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=form) as file:
-        for member in members:
-            if isinstance(member, tarfile.TarInfo):
-                file.addfile(member)
-                continue
-            info = tarfile.TarInfo(member[0])
-            info.size = len(member[1])
-            file.addfile(info, io.BytesIO(member[1]))
-    return path
+    return write_tar(path, members, format=form)
 
 
 def samples(rows: Iterable[int]) -> Iterable[Member]:

@@ -40,7 +40,7 @@ class Items:
 
     def __iter__(self) -> Iterator[int]:
         for item in range(self._most):
-            self.taken = item + 1
+            self.taken += 1
             yield item
 
 
@@ -284,19 +284,12 @@ class SeekableStream(Items):
             yield item
 
 
-class Stream(Items):
-    def __iter__(self) -> Iterator[int]:
-        for item in range(self._most):
-            self.taken += 1
-            yield item
-
-
 def stream_data(stream: Any, rows: int) -> Data:
     source = IterableSource(stream, rows, shared=True)
     return Data(source, lambda records, _: {"row": torch.tensor(records)})
 
 
-@pytest.mark.parametrize("kind", [Stream, SeekableStream])
+@pytest.mark.parametrize("kind", [Items, SeekableStream])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int):
     plan = Plan(107, slots=4, micro_batch=6)
@@ -322,11 +315,11 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
 
 
 def test_an_iterable_resumes_at_the_right_item_and_restarts_each_epoch():
-    loader = loader_of(stream_data(Stream(20), 20), Plan(20, 2, 5), "none", 1)
+    loader = loader_of(stream_data(Items(20), 20), Plan(20, 2, 5), "none", 1)
     rows = [[s.batch["row"].tolist() for s in step] for step in loader.steps(1, 4)]
     second = [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
     assert rows == [second, [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], second]
     with pytest.raises(DataError, match="18"):
-        IterableSource(Stream(18), 20).read(np.arange(15, 20))
+        IterableSource(Items(18), 20).read(np.arange(15, 20))
     with pytest.raises(DataError, match="rows="):
-        IterableSource(Stream(18))
+        IterableSource(Items(18))

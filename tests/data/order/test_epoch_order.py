@@ -140,9 +140,6 @@ def test_the_order_is_frozen():
     assert middle == [15269, 81899, 2471, 8609]
 
 
-# ------------------------------------------------------------------ locality of the block shuffle
-
-
 def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
     """Loader threads share one order, and there are more lanes than cached windows."""
     order = EpochOrder(runs_of(100 * 32, 8), "block", 4, 0, window=4)  # 100 windows of 32 rows

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parquet_files import encoded
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 
@@ -41,12 +42,6 @@ def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndar
         for c in range(channels)
     ]
     return np.stack(layers, -1)
-
-
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, form, **options)
-    return content.getvalue()
 
 
 RGB = Image.fromarray(smooth(45, 67))

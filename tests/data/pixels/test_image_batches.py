@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from parquet_files import png
-from PIL import Image
+from parquet_files import noise, png
 
 from raytrain_ddp.config.sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.loader import LoaderThreads, prefetched
@@ -21,13 +19,6 @@ from raytrain_ddp.data.order import Draws
 from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import FolderImages
 from raytrain_ddp.errors import DataError
-
-
-def noise(seed: int, height: int, width: int, form: str = "png") -> bytes:
-    random = np.random.Generator(np.random.Philox(seed))
-    content = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(content, form)
-    return content.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
+import parquet_files
 import pytest
 import simplejpeg
 from PIL import Image
@@ -24,9 +24,7 @@ def noise(height: int, width: int) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray, **options: Any) -> bytes:
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "jpeg", **options)
-    return content.getvalue()
+    return parquet_files.encoded(Image.fromarray(pixels), "jpeg", **options)
 
 
 def boxes(height: int, width: int) -> list[tuple[int, int, int, int]]:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from logs import log_of
 from processes import Group, WorkerError
-from tiny import CLASSES, EPOCHS, TinyTask, bits, plain, run_tiny, tiny_config
+from tiny import CLASSES, EPOCHS, TinyTask, bits, log_of, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class Collected(TinyTask):
         from torchmetrics import MeanMetric, MetricCollection
         from torchmetrics.classification import (
             MulticlassAccuracy,
+            MulticlassAUROC,
             MulticlassConfusionMatrix,
             MulticlassPrecision,
         )
@@ -96,6 +98,7 @@ class Collected(TinyTask):
             "precision": MulticlassPrecision(CLASSES),
             "classes": MulticlassAccuracy(CLASSES, average=None),
             "confusion": MulticlassConfusionMatrix(CLASSES),
+            "auroc": MulticlassAUROC(CLASSES),  # its states are lists of all predictions
         }
         if self._form == "collection":
             return MetricCollection(made)
@@ -113,30 +116,39 @@ class Collected(TinyTask):
         elif self._form == "inside":
             metrics["all"].update(logits, batch["y"])
         else:
-            for name in ("accuracy", "precision", "classes", "confusion"):
+            for name in metrics.keys() - {"loss"}:
                 metrics[name].update(logits, batch["y"])
 
 
-def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
+def evaluate_form(rank: int, size: int, form: str, rows: int) -> dict[str, Any]:
+    """The values, as texts."""
     torch.manual_seed(3)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     config = TrainConfig(eval=EvalConfig(micro_batch=7))
-    build = Build(config, world, Collected(config, form, eval_rows=53))
-    build.model = TinyNet()
-    values = evaluate(build, LoaderThreads(0))
-    return {name: value.tolist() for name, value in values.items()}
+    build = Build(config, world, Collected(config, form, eval_rows=rows))
+    build.model = model = TinyNet()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
+        values = evaluate(build, LoaderThreads(2))
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    return {name: str(value.tolist()) for name, value in values.items()}
 
 
-def test_a_metric_collection_gives_the_values_of_its_separate_metrics(workers: Group):
-    """On any number of workers, although compute groups depend on a worker's first batch."""
-    plain_values = workers(1, evaluate_form, "dict")[0]
-    for size in (1, 3):
+@pytest.mark.parametrize("rows", [EVAL_ROWS, 2])
+def test_evaluation_gives_bitwise_equal_metrics_on_1_2_and_3_workers_as_a_collection_or_apart(
+    rows: int, workers: Group
+):
+    """Promise 2, also with a remainder or fewer chunks than workers; sums, counts, and lists.
+    Compute groups of a collection depend on a worker's first batch."""
+    apart = workers(1, evaluate_form, "dict", rows)[0]
+    for size in (1, 2, 3):
         for form, before in (("dict", ""), ("collection", ""), ("inside", "all/my_")):
-            for found in workers(size, evaluate_form, form):
-                found.pop("loss", None)
-                assert found == {
-                    f"{before}{name}": v for name, v in plain_values.items() if name != "loss"
-                }
+            for found in workers(size, evaluate_form, form, rows):
+                assert found.pop("loss", apart["loss"]) == apart["loss"]
+                expected = {f"{before}{n}": v for n, v in apart.items() if n != "loss"}
+                assert found == expected
 
 
 def test_the_log_has_the_shape_of_large_values_and_null_for_nonfinite_ones(tmp_path: Path):
@@ -152,7 +164,7 @@ def test_all_values_are_in_the_log_and_written_by_the_command_evaluate(
     config = tiny_config(tmp_path, "run", epochs=1, task="test_evaluation:Collected")
     result = fit_locally(config)
     assert result.status == "finished"
-    assert set(result.last) == {"step", "loss", "accuracy", "precision"}
+    assert set(result.last) == {"step", "loss", "accuracy", "precision", "auroc"}
     (logged,) = [r for r in read_history(run_storage(config)) if r["kind"] == "eval"]
     assert {"step": 10, **logged["metrics"]} == result.last
     assert len(logged["tables"]["classes"]) == CLASSES

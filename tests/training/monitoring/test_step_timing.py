@@ -75,10 +75,8 @@ def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[di
     config: TrainConfig = tiny_config(tmp_path_factory.mktemp("slow"), "slow", epochs=2)
     ran = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_rank_1)
     reported = [event for event in ran[0].events if event["kind"] == "straggler"]
-    assert (reported[0]["rank"], reported[0]["phase"], reported[0]["host"]) == (
-        *(1, "compute"),
-        socket.gethostname(),
-    )
+    named = [reported[0][field] for field in ("rank", "phase", "host")]
+    assert named == [1, "compute", socket.gethostname()]
     return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
 
 

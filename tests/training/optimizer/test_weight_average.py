@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from logs import log_of
 from processes import Died, Group
 from tiny import (
     EVAL_ROWS,
     TinyNet,
     TinyTask,
+    bits,
     decode_tensors,
+    log_of,
     newest,
     plain,
     run_tiny,
@@ -32,18 +33,20 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.optimizer.weight_average import WeightAverage, average_of
 
-FILES = ("model.safetensors", "trained.safetensors", "optimizer.safetensors")
 EMA = EmaConfig(decay=0.9)
 NO, YES = torch.tensor(False), torch.tensor(True)
 
 
-def hashes(config: TrainConfig) -> list[str]:
-    files = newest(config).manifest.files
-    return [files[name].sha256 for name in FILES]
-
-
 def trained(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("trained.safetensors"))
+
+
+def loss_with(weights: Mapping[str, Tensor]) -> float:
+    """Of an evaluation of the tiny network with these weights."""
+    model = TinyNet().eval()
+    model.load_state_dict(dict(weights))
+    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(EVAL_ROWS, 1).items()}
+    return cross_entropy(model(arrays["x"]), arrays["y"]).item()
 
 
 def test_tied_weights_are_averaged_once_and_unstored_buffers_not_at_all():
@@ -102,13 +105,10 @@ def test_the_model_file_has_the_average_over_applied_steps_and_evaluations_use_i
             else:
                 assert torch.equal(after[0][name], after[1][name])
 
-    model = TinyNet().eval()
-    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(EVAL_ROWS, 1).items()}
     evals = [record for record in log_of(config) if record["kind"] == "eval"]
     for record in evals:
-        model.load_state_dict(dict(steps[record["step"] - 1][0]))
-        loss = cross_entropy(model(arrays["x"]), arrays["y"]).item()
-        assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+        expected = loss_with(steps[record["step"] - 1][0])
+        assert record["metrics"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert [record["step"] for record in evals] == [5, 10]
     assert len({worker.digest for worker in ran}) == 1
 
@@ -162,18 +162,15 @@ def test_with_a_schedule_free_optimizer_evaluated_weights_differ_from_trained_we
     *_, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 15, None, ScheduleFreeTask)
     assert last == Died(9)
     workers(3, run_tiny, plain(config), None, 0, 0, None, ScheduleFreeTask)
-    assert hashes(config) == hashes(whole)
+    assert bits(config) == bits(whole)
+    assert {*bits(whole)} == {f"{name}.safetensors" for name in ("model", "trained", "optimizer")}
     assert log_of(config) == log_of(whole)
     assert len({worker.digest for worker in ran}) == 1
 
     averaged = weights(whole)
     assert not torch.equal(averaged["head.weight"], trained(whole)["head.weight"])
-    model = TinyNet().eval()
-    model.load_state_dict(averaged)
-    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(EVAL_ROWS, 1).items()}
-    loss = cross_entropy(model(arrays["x"]), arrays["y"]).item()
     (*_, final) = [record for record in log_of(whole) if record["kind"] == "eval"]
-    assert final["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert final["metrics"]["loss"] == pytest.approx(loss_with(averaged), rel=1e-5)
 
 
 def test_two_averages_are_refused():

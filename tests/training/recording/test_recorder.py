@@ -19,7 +19,6 @@ import pytest
 import torch
 from commits import BEST, THROTTLED, Record, checkpoints_of, notes, snapshot
 from faulty_storage import Faults, FaultyHandler
-from logs import log_of
 from processes import Group
 from pyarrow import fs as pafs
 from tiny import (
@@ -27,6 +26,7 @@ from tiny import (
     ScriptedMembership,
     WorkerResult,
     bits,
+    log_of,
     newest,
     plain,
     run_tiny,
@@ -73,6 +73,11 @@ class FaultyStore(Faults):
             self.unread -= 1
             raise OSError(THROTTLED)
         return act()
+
+    def opened(self, run: Storage) -> CheckpointStore:
+        """In the place of `checkpoint_store`."""
+        fs = pafs.PyFileSystem(FaultyHandler(self, False))
+        return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
 
 
 def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
@@ -123,12 +128,7 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     """The store of all checkpoints of this test; pauses between retries are short."""
     monkeypatch.setattr(errors, "retry_pauses", lambda: iter([0.01] * 4))
     made = FaultyStore()
-    fs = pafs.PyFileSystem(FaultyHandler(made, False))
-
-    def store(run: Storage) -> CheckpointStore:
-        return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
-
-    monkeypatch.setattr(checkpoints_module, "checkpoint_store", store)
+    monkeypatch.setattr(checkpoints_module, "checkpoint_store", made.opened)
     return made
 
 
@@ -228,10 +228,7 @@ def run_slow(rank: int, size: int, config: dict[str, Any]) -> WorkerResult:
     """Each write takes 50 ms, the time of several steps; what is saved is recorded."""
     trained: list[ScriptedMembership] = []
     faulty, save = FaultyStore(), Checkpoints.save
-    fs, faulty.slow_s = pafs.PyFileSystem(FaultyHandler(faulty, False)), 0.05
-
-    def store(run: Storage) -> CheckpointStore:
-        return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
+    faulty.slow_s = 0.05
 
     def watched(own: Checkpoints, given: Snapshot, stall_s: float) -> None:
         places = [t.data_ptr() for tensors in given.tensors.values() for t in tensors.values()]
@@ -240,7 +237,7 @@ def run_slow(rank: int, size: int, config: dict[str, Any]) -> WorkerResult:
         save(own, given, stall_s)
 
     with (
-        mock.patch.object(checkpoints_module, "checkpoint_store", store),
+        mock.patch.object(checkpoints_module, "checkpoint_store", faulty.opened),
         mock.patch.object(Checkpoints, "save", watched),
     ):
         return run_tiny(rank, size, config, prepare=trained.append)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from processes import Group
@@ -27,8 +28,7 @@ def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]
         counted[name] += 1
         return read(self, name, *given)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Storage, "read_into", reading)
+    with patch.object(Storage, "read_into", reading):
         run_tiny(rank, size, config)
     return counted
 
@@ -47,8 +47,7 @@ def start_failing(rank: int, size: int, config: Mapping[str, Any]) -> None:
     def reading(*_: object) -> str:
         raise OSError(errno.EACCES, "no right")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Storage, "read_into", reading)
+    with patch.object(Storage, "read_into", reading):
         run_tiny(rank, size, config)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from logs import log_of
 from processes import Died, Group, Raised
 from tiny import (
     STEPS_PER_EPOCH,
     TinyNet,
     TinyTask,
     bits,
+    log_of,
     newest,
     plain,
     run_tiny,

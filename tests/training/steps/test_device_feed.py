@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from logs import AUDITED, audit_of, log_of
 from processes import Group, WorkerError
 from tiny import (
+    AUDITED,
     EPOCHS,
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     TinyNet,
+    audit_of,
+    log_of,
     plain,
     planned,
     run_tiny,

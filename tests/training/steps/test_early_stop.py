@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from logs import log_of
 from processes import Died, Group
 from tiny import (
     EVAL_ROWS,
@@ -19,6 +18,7 @@ from tiny import (
     TinyTask,
     WorkerResult,
     bits,
+    log_of,
     newest,
     plain,
     run_tiny,

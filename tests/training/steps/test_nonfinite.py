@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import logs
 import pytest
+import tiny
 import torch
 from processes import Died, Group
 from tiny import (
@@ -168,7 +168,7 @@ def test_fault_24_nonfinite_values_outside_of_gradients_are_found_in_the_same_st
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
     """NaN equals NaN."""
-    return [{k: str(v) if k == "loss" else v for k, v in r.items()} for r in logs.log_of(config)]
+    return [{k: str(v) if k == "loss" else v for k, v in r.items()} for r in tiny.log_of(config)]
 
 
 def test_fault_24_stop_ends_all_ranks_with_6_and_writes_a_file_to_reproduce_the_step(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from logs import log_of
 from processes import Died, Group
 from tiny import (
     STEPS_PER_EPOCH,
     TinyTask,
     bits,
     kept_steps,
+    log_of,
     newest,
     plain,
     run_tiny,
