@@ -57,7 +57,7 @@ CEILINGS = {
     )
 }
 # Rooms that are still above their ceilings. Names are only ever removed.
-STILL_ABOVE = {"the package's top level", "config", "data", "tasks", "training", "checkpoint"}
+STILL_ABOVE = {"the package's top level", "config", "data", "tasks", "training"}
 STILL_ABOVE |= {"ray_backend", "driver"}
 
 
