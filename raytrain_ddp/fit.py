@@ -17,7 +17,6 @@ from raytrain_ddp.config.recipe import default_name, described, dumps
 from raytrain_ddp.config.train_config import TaskName, TrainConfig, require_effect
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.task import OwnLoop
 
 if TYPE_CHECKING:
     from raytrain_ddp.driver.result import FitResult, Listener
@@ -178,17 +177,7 @@ def fit_locally(
     return _fit(config, display, local=True, **given)
 
 
-_OF_OWN_LOOP = {
-    "name",
-    "storage",
-    "seed",
-    "exact",
-    "compute",
-    "ddp",
-    "checkpoint",
-    "scaling",
-    "log",
-}
+_OF_OWN_LOOP = {*"name storage seed exact compute ddp checkpoint scaling log".split()}
 
 
 def launch(
@@ -216,6 +205,8 @@ def launch(
         raise ConfigError(
             f"launch({min(idle)}=...) has no effect on a loop of your own: remove it."
         )
+    from raytrain_ddp.tasks.task import OwnLoop  # with NumPy, which --help does without
+
     named: Any = getattr(train, "func", train)  # of a partial
     task = TaskName(f"{named.__module__}:{named.__qualname__}(run)")
     task.target = OwnLoop(train)
