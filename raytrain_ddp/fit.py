@@ -177,7 +177,7 @@ def fit_locally(
     return _fit(config, display, local=True, **given)
 
 
-_OF_OWN_LOOP = {*"name storage seed exact compute ddp checkpoint scaling log".split()}
+_SECTIONS_OF_OWN_LOOP = {"compute", "ddp", "checkpoint", "scaling", "log"}
 
 
 def launch(
@@ -201,7 +201,7 @@ def launch(
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
     """
-    if idle := set(fields) - _OF_OWN_LOOP:
+    if idle := set(fields) - {"name", "storage", "seed", "exact", *_SECTIONS_OF_OWN_LOOP}:
         raise ConfigError(
             f"launch({min(idle)}=...) has no effect on a loop of your own: remove it."
         )

@@ -29,7 +29,8 @@ class BatchSampler:
 
     Args:
         batch_size: of all workers together.
-        rank, world_size: default: those of torchrun, else of a single process.
+        rank: this worker's place. Default: torchrun's RANK, else 0.
+        world_size: the number of workers. Default: torchrun's WORLD_SIZE, else 1.
 
     Attributes:
         epoch, step: the position: epochs done, and steps of the current one.
