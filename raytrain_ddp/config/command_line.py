@@ -138,9 +138,11 @@ class Flag(Field):
 
     @property
     def help(self) -> str:
-        """The text below the field in the source."""
-        texts = _texts(self.owner.__module__)
-        return texts.get((self.owner.__name__, self.path.rpartition(".")[2]), "")
+        """The text below the field in the source, of its dataclass or of one below that."""
+        name = self.path.rpartition(".")[2]
+        kinds = [kind for kind in self.owner.__mro__ if is_dataclass(kind)]
+        found = (_texts(kind.__module__).get((kind.__name__, name)) for kind in kinds)
+        return next(filter(None, found), "")
 
     @property
     def summary(self) -> str:
@@ -371,10 +373,11 @@ def _unknown(wrong: str, flags: Sequence[Flag]) -> ConfigError:
     name = wrong.lstrip("-").lower()
     last = name.rpartition(".")[2].removeprefix("no-")
     known = {"help": ["help"], "help-all": ["help-all"]}  # by each name that one may have
+    theirs = {each: flag.name for flag in flags for each in flag.metadata.get("aka", "").split()}
     for flag in flags:
-        others = flag.metadata.get("aka", "").split()
-        for each in {flag.name, flag.name.replace(".", "-"), flag.last, *others}:
+        for each in {flag.name, flag.name.replace(".", "-"), flag.last}:
             known.setdefault(each, []).append(flag.name)
+    known |= {each: [name] for each, name in theirs.items()}
     like = partial(get_close_matches, possibilities=known, n=2, cutoff=0.75)
     alike = [known[each][0] for each in like(name) or like(last)]
     begun = [known[each][0] for each in known if name and each.startswith(name)]

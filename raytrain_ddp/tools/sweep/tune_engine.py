@@ -148,7 +148,7 @@ def _optuna(args: SweepArgs, sweep: Sweep, goal: str) -> Any:
     class Search(OptunaSearch):  # type: ignore[misc]
         def suggest(self, trial_id: str) -> Result:
             point = {name: tidy(value) for name, value in super().suggest(trial_id).items()}
-            trial = begun.pop(0) if begun else sweep.add(point)
+            trial = begun.pop(0) if begun else {"name": sweep.add(point), "point": point}
             answered(sweep.base, sweep.save)  # before its run begins
             return {"trial": trial}
 
