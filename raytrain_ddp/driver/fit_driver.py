@@ -16,15 +16,9 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.process import ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable, settled, settled_note
 from raytrain_ddp.config.train_config import TrainConfig, effect_notes
+from raytrain_ddp.driver.finish import is_tidy, result_of, tidy, wait_for_rank_0
 from raytrain_ddp.driver.preflight import answered, check, try_model
-from raytrain_ddp.driver.result import (
-    FitResult,
-    Listener,
-    is_tidy,
-    result_of,
-    tidy,
-    wait_for_rank_0,
-)
+from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.driver.run_naming import NamedRun, find_run, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line

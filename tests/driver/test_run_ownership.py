@@ -17,7 +17,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.result import is_tidy, tidy
+from raytrain_ddp.driver.finish import is_tidy, tidy
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.driver.run_ownership import owned
 from raytrain_ddp.events import End
