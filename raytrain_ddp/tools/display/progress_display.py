@@ -39,7 +39,6 @@ from raytrain_ddp.events import (
     Train,
 )
 from raytrain_ddp.records import log_records
-from raytrain_ddp.tools.display.run_summary import next_steps
 from raytrain_ddp.tools.display.terminal import Screen
 from raytrain_ddp.tools.formatting import (
     format_bytes,
@@ -172,6 +171,8 @@ class Display(Listener):
 
     def summary(self, config: TrainConfig, end: FitResult, flags: str) -> None:
         """Prints the end of a run, in place of the live block; see `Listener`."""
+        from raytrain_ddp.tools.display.run_summary import next_steps  # with PyArrow
+
         self.__exit__()
         of = f"of {end.total_steps}"
         if end.step > end.total_steps:  # it had already gone further
