@@ -75,14 +75,15 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(
     recipe.write_text(dumps(killed))
     command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe), "--local"]
     faults = {
-        VARIABLE: "train.after_backward:kill@step=7",
+        VARIABLE: "train.after_backward:kill@step=11",
         FOLDER_VARIABLE: str(tmp_path / "fired"),
     }
     environment = {**os.environ, **faults}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stdout + done.stderr
-    # The losses of the steps after the checkpoint; the log has the others.
-    assert trained(killed) == whole[1][4:]
+    # The losses of the steps after the checkpoint, the second if it was committed in time; the log
+    # has the others.
+    assert trained(killed) in (whole[1][4:], whole[1][8:])
     assert bits(killed) == bits(whole[0])
 
 
