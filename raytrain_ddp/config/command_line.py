@@ -373,11 +373,10 @@ def _unknown(wrong: str, flags: Sequence[Flag]) -> ConfigError:
     name = wrong.lstrip("-").lower()
     last = name.rpartition(".")[2].removeprefix("no-")
     known = {"help": ["help"], "help-all": ["help-all"]}  # by each name that one may have
-    theirs = {each: flag.name for flag in flags for each in flag.metadata.get("aka", "").split()}
     for flag in flags:
         for each in {flag.name, flag.name.replace(".", "-"), flag.last}:
             known.setdefault(each, []).append(flag.name)
-    known |= {each: [name] for each, name in theirs.items()}
+    known |= {each: [f.name] for f in flags for each in f.metadata.get("aka", "").split()}
     like = partial(get_close_matches, possibilities=known, n=2, cutoff=0.75)
     alike = [known[each][0] for each in like(name) or like(last)]
     begun = [known[each][0] for each in known if name and each.startswith(name)]

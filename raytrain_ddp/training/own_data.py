@@ -97,10 +97,8 @@ class Loader:
         )
 
     def _begun(self, at: Position, epochs: int) -> Generator[list[Slot], None, None]:
-        per_epoch, move = (
-            self._loader.plan.steps_per_epoch,
-            on_device(self._world.device, self._clock),
-        )
+        per_epoch = self._loader.plan.steps_per_epoch
+        move = on_device(self._world.device, self._clock)
         start = at.epoch * per_epoch + at.of_epoch
         with closing(self._loader.steps(start, epochs * per_epoch)) as steps:
             for slots in self._clock.waits(steps):

@@ -53,7 +53,7 @@ from raytrain_ddp.training.runtime.world import (
 )
 from raytrain_ddp.training.state.live_state import LiveCheckpoint, newest_state
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
-from raytrain_ddp.training.steps.step_decisions import Ballot
+from raytrain_ddp.training.steps.step_decisions import Ballot, is_due
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -182,7 +182,7 @@ class OwnRun:
             at.epoch, at.of_epoch, self._kept = at.epoch + 1, 0, None
             at.is_over = at.is_over or at.epoch >= count
             self._record_evaluation()
-            self._owes_save |= _is_due(at.epoch, self._config.checkpoint.every_epochs)
+            self._owes_save |= is_due(at.epoch, self._config.checkpoint.every_epochs)
             self._ballot()
             self._decide(may_save=not at.is_over)
         self._is_between = False
@@ -242,15 +242,14 @@ class OwnRun:
             yield step
             if step.is_open or not step.turns:
                 raise TaskError("the loop over a step's batches was left early: use all of them.")
-            if at.step < 3:
-                self._gradients.require_dropped()
+            self._gradients.require_dropped(at.step)
             at.step, at.of_epoch, self._current = at.step + 1, at.of_epoch + 1, None
             self.clock.mark("optimizer")
             failpoint("train.after_step", self.rank, at.step)
             is_last = at.of_epoch == plan.steps_per_epoch
             self._record(step, is_last)
             self._replicas.follow()
-            self._owes_save |= _is_due(at.step, self._config.checkpoint.every_steps)
+            self._owes_save |= is_due(at.step, self._config.checkpoint.every_steps)
             self._decide(may_save=not is_last)
         if self._membership.goes_on(RankLost()):  # survivors must not repeat what follows
             self._kept = self._snapshot(self._at_end)
@@ -466,7 +465,7 @@ class OwnRun:
         """Logs the step if that is due."""
         values, self._pending = self._pending, {}
         self._samples += step.samples
-        if not (self.step == 1 or is_last or _is_due(self.step, self._config.log.every_steps)):
+        if not (self.step == 1 or is_last or is_due(self.step, self._config.log.every_steps)):
             return
         failpoint("train.log", self.rank, self.step)
         steps, self._logged = self.step - self._logged, self.step
@@ -493,7 +492,3 @@ class OwnRun:
         if values:
             metrics = {name: float(value) for name, value in values.items()}
             self._log.add(events.Eval(self.step, max(0, self.epoch - 1), metrics))
-
-
-def _is_due(number: int, every: int) -> bool:
-    return every > 0 and number % every == 0

@@ -18,6 +18,11 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.membership import Membership, Requests
 
 
+def is_due(number: int, every: int) -> bool:
+    """Whether something happens after this one of the steps or epochs; `every` 0: never."""
+    return every > 0 and number % every == 0
+
+
 class Cadence:
     """Decides by the number of steps done; for saving by time, see checkpoint_interval.py.
 
@@ -47,7 +52,7 @@ class Cadence:
 
     def _is_due(self, step: int, every_epochs: int, every_steps: int) -> bool:
         every = (every_epochs * self._epoch, every_steps)
-        return any(n and step % n == 0 for n in every)
+        return any(is_due(step, n) for n in every)
 
 
 class Patience:
